@@ -1,0 +1,231 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""Install and uninstall the layer: the one tuple of patches, which the docs read as well."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from megatron.quant_state.errors import UnsupportedVersionError
+from megatron.quant_state.package_info import __version__
+from megatron.quant_state.patching import (
+    AppliedPatch,
+    Patch,
+    apply_patches,
+    check_on_top,
+    restore_patches,
+)
+from megatron.quant_state.weight_cache import (
+    arm_what_is_loaded,
+    resolve_flag_and_refresh,
+    set_is_first_microbatch,
+)
+
+__all__ = ["Installation", "install", "uninstall"]
+
+logger = logging.getLogger(__name__)
+
+_WRAPPERS = "megatron.core.extensions.transformer_engine"
+_TE_BASE = "transformer_engine.pytorch.module.base"
+
+
+def _resolve(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    return resolve_flag_and_refresh(forward, FP8GlobalStateManager)
+
+
+def _keep_signature(replacement: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
+    return replacement
+
+
+_linear = partial(
+    Patch,
+    module=_WRAPPERS,
+    method="forward",
+    mentions=("is_first_microbatch", "disable_parameter_transpose_cache"),
+    wrap=_resolve,
+)
+
+#: What needs Megatron alone.
+MEGATRON_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        module="megatron.core.transformer.module",
+        class_name="MegatronModule",
+        method="set_is_first_microbatch",
+        parameters=("self",),
+        mentions=("is_first_microbatch", "config"),
+        wrap=partial(_keep_signature, set_is_first_microbatch),
+        reaches="arms every module once a step, also in quant_recipe-only runs and for late modules",
+    ),
+)
+
+#: What needs Transformer Engine as well. Column- and row-parallel wrappers inherit these.
+TE_PATCHES: tuple[Patch, ...] = (
+    _linear(
+        class_name="TELinear",
+        parameters=("self", "x"),
+        reaches="row- and column-parallel and duplicated linears",
+    ),
+    _linear(
+        class_name="TELayerNormColumnParallelLinear",
+        parameters=("self", "x"),
+        reaches="column-parallel linears with a fused norm",
+    ),
+    _linear(
+        class_name="TEGroupedLinear",
+        parameters=("self", "x", "m_splits"),
+        reaches="grouped linears of MoE experts",
+    ),
+    Patch(
+        module=_TE_BASE,
+        class_name="TransformerEngineBaseModule",
+        method="_load_from_state_dict",
+        parameters=("self", "state_dict", "prefix"),
+        mentions=("_load_from_state_dict",),
+        wrap=arm_what_is_loaded,
+        reaches="a module whose weights were loaded refreshes them in its next call",
+    ),
+)
+
+
+class Installation:
+    """Handle of an installed layer, and a context manager that uninstalls it.
+
+    Attributes:
+        patches: what is in place, in the order of installation.
+    """
+
+    def __init__(self, patches: tuple[AppliedPatch, ...]) -> None:
+        self.patches = patches
+
+    def uninstall(self) -> None:
+        """Restore every attribute exactly; harmless when that was done before.
+
+        Raises:
+            ForeignPatchError: somebody patched on top; nothing is changed then.
+        """
+        global _installation
+        if _installation is not self:
+            return
+        restore_patches(self.patches)
+        _installation = None
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+
+_installation: Installation | None = None
+
+
+def install() -> Installation:
+    """Put the layer in place, for this process. Call it once, before or after models are built.
+
+    Says on rank 0, through ``logging``, what was patched. Without Transformer Engine only
+    ``MegatronModule.set_is_first_microbatch`` is patched, and the message says so.
+
+    Returns:
+        Installation: the handle; the same one when the layer is in place already.
+
+    Raises:
+        UnsupportedVersionError: Megatron-Core or Transformer Engine has not the expected shape.
+            Nothing is patched then.
+        ForeignPatchError: the layer is in place and somebody patched on top of it.
+    """
+    global _installation
+    if _installation is not None:
+        check_on_top(_installation.patches)
+        return _installation
+    patches = MEGATRON_PATCHES
+    if _have_transformer_engine():
+        _check_transformer_engine()
+        patches += TE_PATCHES
+    _installation = Installation(apply_patches(patches))
+    _say(_installation)
+    return _installation
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; harmless when nothing is installed.
+
+    Raises:
+        ForeignPatchError: somebody patched on top; nothing is changed then.
+    """
+    if _installation is not None:
+        _installation.uninstall()
+
+
+def _have_transformer_engine() -> bool:
+    try:
+        from megatron.core.extensions import transformer_engine
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron.core", "megatron.core.extensions"):
+            raise
+        raise UnsupportedVersionError(
+            "megatron-core is not installed in this environment: pip install megatron-core"
+        ) from error
+    have: bool = getattr(transformer_engine, "HAVE_TE", True)
+    return have
+
+
+def _check_transformer_engine() -> None:
+    """Check what the wrappers use of TE beside the methods that are patched.
+
+    Raises:
+        UnsupportedVersionError: something is missing.
+    """
+    import transformer_engine
+    from transformer_engine import pytorch
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    missing = [
+        f"FP8GlobalStateManager.{name}"
+        for name in ("is_fp8_enabled", "fp8_graph_capturing", "get_skip_fp8_weight_update_tensor")
+        if not callable(getattr(FP8GlobalStateManager, name, None))
+    ]
+    missing += [
+        f"parameter is_first_microbatch of {kind.__name__}.forward"
+        for kind in (pytorch.Linear, pytorch.LayerNormLinear, pytorch.GroupedLinear)
+        if "is_first_microbatch" not in inspect.signature(kind.forward).parameters
+    ]
+    made_at = inspect.unwrap(TransformerEngineBaseModule.__init__).__code__.co_names
+    if "_fp8_workspaces" not in made_at:
+        missing.append("TransformerEngineBaseModule._fp8_workspaces, the cache of quantized weights")
+    if missing:
+        raise UnsupportedVersionError(
+            f"transformer-engine {transformer_engine.__version__} has not: {', '.join(missing)}. "
+            "Nothing was patched."
+        )
+
+
+def _say(installation: Installation) -> None:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+    else:
+        rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        return
+    lines = [
+        f"  {item.patch.target}" + (f" (over {item.below})" if item.below else "")
+        for item in installation.patches
+    ]
+    if len(installation.patches) == len(MEGATRON_PATCHES):
+        lines.append("  Transformer Engine is not installed, so no linear was patched")
+    # A warning, since Python shows nothing below that by default, and a patched process says so.
+    logger.warning("megatron.quant_state %s patched:\n%s", __version__, "\n".join(lines))

@@ -1,0 +1,194 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""Reads the YAML a user wrote into plain values, and remembers where each key stands."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.quant_state.errors import InputError, Location
+
+__all__ = ["LocatedDocument", "nearest", "parse_yaml", "read_text", "read_yaml"]
+
+#: A path of mapping keys and list indices from the root, e.g. ``("ddp", "bucket_size")``.
+KeyPath = tuple[Any, ...]
+
+_CORE_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+_TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
+
+# Aliases share nodes, so a few lines can stand for billions of values.
+_MOST_VALUES = 100_000
+
+
+@dataclass(frozen=True)
+class LocatedDocument:
+    """Plain values of a YAML document.
+
+    Attributes:
+        value: None, bool, int, float, str, or lists and dicts of them.
+        locations: for each key path, where the key (or the list item) stands.
+    """
+
+    value: Any
+    locations: dict[KeyPath, Location] = field(default_factory=dict)
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that ``name`` most likely was meant to be, or None if none is close."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def read_text(path: str | Path, location: Location | None = None) -> str:
+    """Text of a UTF-8 file.
+
+    Args:
+        path: the file.
+        location: who named the file, where that is not the file itself.
+
+    Raises:
+        InputError: the file is missing, a directory, unreadable or not UTF-8.
+    """
+    where = location or Location(str(path))
+    named = f" '{path}'" if location else ""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"no such file{named}; check the path", where) from None
+    except IsADirectoryError:
+        raise InputError(f"expected a file, found a directory{named}", where) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot read the file{named}: {reason}", where) from None
+    except ValueError as error:  # a NUL in the name
+        raise InputError(f"not a file name{named}: {error}", where) from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        message = f"not UTF-8 text (byte 0x{data[error.start]:02x}); save the file as UTF-8"
+        raise InputError(message, Location(str(path), line)) from None
+
+
+def read_yaml(path: str | Path) -> LocatedDocument:
+    """Plain values and locations of a YAML file.
+
+    Raises:
+        InputError: as :func:`read_text` and :func:`parse_yaml`.
+    """
+    return parse_yaml(read_text(path), str(path))
+
+
+def parse_yaml(text: str, file: str) -> LocatedDocument:
+    """Plain values and locations of YAML text; ``file`` is the name that locations carry.
+
+    An empty document has the value None.
+
+    Raises:
+        InputError: malformed YAML, a duplicate or unusable key, a tag beyond YAML's core types.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            return LocatedDocument(None)
+        reader = _Reader(file)
+        return LocatedDocument(reader.value(root, ()), reader.locations)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = " ".join(p for p in (error.context, error.problem) if p)
+        where = Location(file, mark.line + 1, mark.column + 1) if mark else Location(file)
+        raise InputError(f"malformed YAML: {problem}", where) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        message = f"malformed YAML: character #x{ord(text[error.position]):04x} is not allowed"
+        raise InputError(message, Location(file, line, column)) from None
+    except RecursionError:
+        message = "malformed YAML: nested too deeply, or a value that contains itself"
+        raise InputError(message, Location(file)) from None
+
+
+class _Reader:
+    """Turns composed nodes into values; one object a document."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.locations: dict[KeyPath, Location] = {}
+        self.values_read = 0
+        self.construct = yaml.SafeLoader("")
+
+    def at(self, node: yaml.Node) -> Location:
+        return Location(self.file, node.start_mark.line + 1, node.start_mark.column + 1)
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.values_read += 1
+        if self.values_read > _MOST_VALUES:
+            raise InputError(f"more than {_MOST_VALUES} values", Location(self.file))
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            items = []
+            for index, item in enumerate(node.value):
+                item_path = (*path, index)
+                self.locations[item_path] = self.at(item)
+                items.append(self.value(item, item_path))
+            return items
+        return self.scalar(node)
+
+    def scalar(self, node: yaml.Node) -> Any:
+        if node.tag == _TIMESTAMP_TAG:
+            return node.value  # no field is a date, so what looks like one is text
+        if node.tag not in _CORE_TAGS:
+            raise InputError(f"the tag {_short(node.tag)} cannot be used here", self.at(node))
+        try:
+            return self.construct.construct_object(node)
+        except ValueError:  # e.g. "!!int four"
+            message = f"{node.value!r} is no {_short(node.tag)}"
+            raise InputError(message, self.at(node)) from None
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        if node.tag != "tag:yaml.org,2002:map":
+            raise InputError(f"the tag {_short(node.tag)} cannot be used here", self.at(node))
+        values: dict[Any, Any] = {}
+        own: dict[Any, Location] = {}
+        merged: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE_TAG:
+                is_list = isinstance(value_node, yaml.SequenceNode)
+                merged += value_node.value if is_list else [value_node]
+                continue
+            key, where = self.key(key_node)
+            if key in own:
+                message = f"duplicate key '{key}', first given at line {own[key].line}"
+                raise InputError(f"{message}; keep one of them", where)
+            own[key] = where
+            self.add(values, (*path, key), where, value_node)
+        for source in merged:
+            if not isinstance(source, yaml.MappingNode):
+                raise InputError("'<<' merges a mapping, found something else", self.at(source))
+            for key_node, value_node in source.value:
+                key, where = self.key(key_node)
+                if key not in values:
+                    self.add(values, (*path, key), where, value_node)
+        return values
+
+    def add(self, to: dict[Any, Any], path: KeyPath, where: Location, node: yaml.Node) -> None:
+        self.locations[path] = where
+        to[path[-1]] = self.value(node, path)
+
+    def key(self, node: yaml.Node) -> tuple[Any, Location]:
+        where = self.at(node)
+        if not isinstance(node, yaml.ScalarNode):
+            raise InputError("a key must be plain text, found a list or a mapping", where)
+        return self.scalar(node), where
+
+
+def _short(tag: str) -> str:
+    return re.sub("^tag:yaml.org,2002:", "!!", tag)

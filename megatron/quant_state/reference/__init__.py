@@ -1,0 +1,29 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""The CPU engine, seen from outside: start a process of its own and nothing else.
+
+One process holds one ``transformer_engine``, and the stand-ins for CUDA are process-wide, so
+whatever trains on the engine runs in a process that this package starts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
+    """Start a process whose ``transformer_engine`` is the reference engine.
+
+    Args:
+        arguments: What follows ``python``: ``["-m", "package.module", "--flag"]``, or a file and
+            its arguments.
+        **popen: Passed to ``subprocess.Popen``; pipes carry text.
+
+    Returns:
+        The process; the caller waits for it.
+    """
+    popen.setdefault("text", True)
+    command = [sys.executable, "-m", "megatron.quant_state.reference", *arguments]
+    return subprocess.Popen(command, **popen)
