@@ -27,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PREFERRED = ("3.12", "3.11", "3.10")
 #: What decides the content of an environment: a change of one of them means installing again.
 INPUTS = ("pyproject.toml", "constraints.txt", "megatron/quant_state/package_info.py")
+LIMITS = (
+    "That is limited: megatron-core ends at 0.16.1 there, without mtp_use_repeated_layer and "
+    "mlp_chunks_for_training, so deepseek-v3-mtp2 and the tests of newer releases cannot run"
+)
 HEARTBEAT_S = 5.0
 STARTED = time.monotonic()
 
@@ -88,9 +92,9 @@ def find_python(versions: Sequence[str]) -> tuple[str, str, list[str]]:
                 runs = version_of(candidate, "os")
                 unusable.append(f"{candidate} {'lacks venv or ensurepip' if runs else 'fails'}")
     raise BootstrapError(
-        f"no Python {' or '.join(versions)} was found that can make an environment; looked at the "
-        f"PATH and behind pyenv.{''.join(f'{chr(10)}  {line}' for line in unusable)}\n"
-        "Install one (on Debian with its -venv package), or name it: make PYTHON=/path/to/python ..."
+        f"no Python {' or '.join(versions)} that can make an environment is on the PATH or behind "
+        f"pyenv ({'; '.join(unusable) or 'none goes by that name'}). Install one, on Debian with "
+        "its -venv package, or name it: make PYTHON=/path/to/python ..."
     )
 
 
@@ -159,18 +163,12 @@ def is_whole(info: Path, site: Path) -> bool:
 def install(folder: Path, extra: str) -> None:
     """Installs the tree, editable; shows every few seconds where pip is, explains its failure."""
     log = folder / "pip.log"
-    command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    command += ["install", "--no-input", "--progress-bar", "off", "-c", "constraints.txt"]
-    command += ["-e", f".[{extra}]"]
+    options = "--disable-pip-version-check install --no-input --progress-bar off -c constraints.txt"
+    command = [str(folder / "bin" / "python"), "-m", "pip", *options.split(), "-e", f".[{extra}]"]
     free_before = shutil.disk_usage(folder).free
     with log.open("w") as output:
         process = subprocess.Popen(
-            command,
-            cwd=str(ROOT),
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             while process.poll() is None:
@@ -202,15 +200,15 @@ def last_step(log: Path) -> str:
 def explain(log: Path) -> str:
     """Turns pip's last words into what to do."""
     text = log.read_text(errors="replace")
-    unreachable = "establish|Name or service|name resolution|Timeout|ProxyError|refused|SSLError"
+    unreachable = "Failed to establish|name resolution|Timeout|ProxyError|refused|SSLError|: none"
     if re.search(r"No space left on device|\[Errno 28\]", text):
-        why = "the disk is full: about 8 GB are needed, free some space or set TMPDIR"
+        why = "the disk is full (about 8 GB are needed): free some space or set TMPDIR"
     elif re.search(unreachable, text):
-        why = "the package index could not be reached: check the network and pip's settings"
+        why = "the package index cannot be reached or lacks a package: look at pip's settings"
     else:
         why = "pip failed"
     tail = "\n".join(f"    {line}" for line in text.splitlines()[-12:])
-    return f"{why}, then run again. pip ended with\n{tail}\nAll of it: {log}"
+    return f"{why}. Its last lines, the rest is in {log}:\n{tail}"
 
 
 def ensure(folder: Path, versions: Sequence[str] = PREFERRED, extra: str = "dev") -> Path:
@@ -242,12 +240,8 @@ def ensure(folder: Path, versions: Sequence[str] = PREFERRED, extra: str = "dev"
     python, version, unusable = find_python(versions)
     for line in unusable:
         say(f"passed over: {line}")
-    if version != versions[0] and version in PREFERRED[1:]:
-        say(
-            f"no usable Python {versions[0]}, going on with {version}. That is limited: "
-            "megatron-core ends at 0.16.1 there, without mtp_use_repeated_layer and "
-            "mlp_chunks_for_training, so deepseek-v3-mtp2 and the tests of newer releases cannot run"
-        )
+    if versions == PREFERRED and version != versions[0]:
+        say(f"no usable Python {versions[0]}, going on with {version}. {LIMITS}")
     with only_one_at_a_time():
         if not is_ready(version):
             make_bare(folder, python, version, stamped().split("\n")[0])

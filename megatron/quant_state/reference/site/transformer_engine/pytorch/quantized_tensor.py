@@ -103,6 +103,8 @@ class Quantizer:
     tensor_class: ClassVar[type[QuantizedTensor]]
     #: Whether a column-wise copy holds the same values, so that it can be made at any time.
     columnwise_from_rowwise: bool = False
+    #: Megatron's name of the recipe whose regions take a parameter of this kind; empty for any.
+    recipe_kind: ClassVar[str] = ""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = rowwise

@@ -172,6 +172,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
             )
             self._fp8_workspaces.clear()
 
+    def _check_weight_recipes(self) -> None:
+        """Refuse a region whose recipe is not that of the quantized parameters; not for groups.
+
+        Raises:
+            RuntimeError: For the first such parameter.
+        """
+        if not self.primary_weights_in_fp8 or not (self.fp8 or self.fp8_calibration):
+            return
+        recipe = self.fp8_meta["recipe"]
+        for name in getattr(self, "weight_names", ()):
+            weight = getattr(self, name)
+            if isinstance(weight, QuantizedTensor):
+                kind = weight._get_quantizer().recipe_kind
+                if kind and kind != recipe_name(recipe):
+                    raise RuntimeError(
+                        f"Recipe mismatch for {name!r}: it was quantized by a {kind} recipe, but "
+                        f"the region's is {type(recipe).__name__}"
+                    )
+
     # --- phases of a forward ------------------------------------------------------------------
 
     def prepare_forward(
@@ -192,6 +211,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 )
             self.set_activation_dtype(inp, allow_different_data_and_param_types)
             self.init_fp8_metadata(num_gemms=num_gemms)
+            self._check_weight_recipes()
             if self.fp8 and has_delayed_scaling_state(self.fp8_meta):
                 if not FP8GlobalStateManager.fp8_graph_capturing():
                     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)

@@ -24,6 +24,7 @@ class Float8BlockQuantizer(Quantizer):
     """
 
     tensor_class = Float8BlockwiseQTensor
+    recipe_kind = "blockwise"
 
     def __init__(
         self,

@@ -41,6 +41,8 @@ class Float8Quantizer(_PerTensor):
     grows until the update at the end of the autocast region sets it back to zero.
     """
 
+    recipe_kind = "delayed"
+
     def __init__(
         self,
         scale: torch.Tensor,
@@ -79,6 +81,8 @@ class Float8Quantizer(_PerTensor):
 
 class Float8CurrentScalingQuantizer(_PerTensor):
     """Current scaling: the scale comes from the tensor itself, kept nowhere."""
+
+    recipe_kind = "tensorwise"
 
     def __init__(
         self,

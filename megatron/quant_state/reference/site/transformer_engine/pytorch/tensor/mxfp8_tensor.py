@@ -22,6 +22,7 @@ class MXFP8Quantizer(Quantizer):
     """e8m0 scales, rounded up so that the largest value of a block fits."""
 
     tensor_class = MXFP8Tensor
+    recipe_kind = "mxfp8"
 
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)

@@ -39,6 +39,7 @@ class NVFP4Quantizer(Quantizer):
     """1 x 16 blocks in each direction, or 16 x 16 tiles (weights)."""
 
     tensor_class = NVFP4Tensor
+    recipe_kind = "nvfp4"
 
     def __init__(
         self,
