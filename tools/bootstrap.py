@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,11 +85,9 @@ def find_python(versions: Sequence[str]) -> tuple[str, str, list[str]]:
     unusable: list[str] = []
     for version in versions:
         for candidate in dict.fromkeys(python_candidates(version)):
-            if not os.access(candidate, os.X_OK):
-                continue
             if version_of(candidate, "venv, ensurepip") == version:
                 return candidate, version, unusable
-            if os.path.basename(candidate) == f"python{version}":
+            if candidate.endswith(f"/python{version}") and os.access(candidate, os.X_OK):
                 runs = version_of(candidate, "os")
                 unusable.append(f"{candidate} {'lacks venv or ensurepip' if runs else 'fails'}")
     raise BootstrapError(
@@ -124,23 +123,17 @@ def make_bare(folder: Path, python: str, version: str, made_at: str) -> None:
         why = f"was made at {made_at}" if moved else f"is of Python {found}" if found else "fails"
         say(f"{folder.name} {why}: making it anew")
     say(f"making {folder.name} of {python}")
-    try:
-        command = [python, "-m", "venv", "--clear", str(folder)]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-    except subprocess.CalledProcessError as error:
-        raise BootstrapError(f"{python} could not make {folder}, see above") from error
+    command = [python, "-m", "venv", "--clear", str(folder)]
+    if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
+        raise BootstrapError(f"{python} could not make {folder}, see above")
 
 
 def forget_damaged(site: Path) -> list[str]:
-    """Makes pip install again what an interrupted pip left in pieces.
+    """Makes pip install again what an interrupted pip left in pieces, and returns the names.
 
     pip trusts whatever has metadata, so a distribution whose recorded files are not all there in
-    full is one that it has to be made to forget.
-
-    Returns:
-        The names of what was forgotten.
+    full is one that it has to be made to forget. `~` marks what an upgrade had moved aside.
     """
-    # What an interrupted upgrade had moved aside.
     for leftover in site.glob("~*"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     damaged = [info for info in sorted(site.glob("*.dist-info")) if not is_whole(info, site)]
@@ -165,18 +158,17 @@ def install(folder: Path, extra: str) -> None:
     log = folder / "pip.log"
     options = "--disable-pip-version-check install --no-input --progress-bar off -c constraints.txt"
     command = [str(folder / "bin" / "python"), "-m", "pip", *options.split(), "-e", f".[{extra}]"]
-    free_before = shutil.disk_usage(folder).free
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+            while True:
+                try:
                     process.wait(HEARTBEAT_S)
                     break
-                written = max(0.0, (free_before - shutil.disk_usage(folder).free) / 1e9)
-                say(f"  {last_step(log)} ({written:.1f} GB written so far)")
+                except subprocess.TimeoutExpired:
+                    say(f"  {last_step(log)}")
         except BaseException:
             # Also on Ctrl-C: pip must not go on alone beside the next run.
             process.terminate()
@@ -189,38 +181,28 @@ def install(folder: Path, extra: str) -> None:
 def last_step(log: Path) -> str:
     """Returns the last line of pip's that says what it is at, shortened."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
-        found = re.match(r"\s*(Collecting|Downloading|Using cached|Preparing) (?:\S*/)?(.*)", line)
-        if found:
-            return f"{found.group(1).lower()} {found.group(2)}"
-        if line.startswith("Installing collected packages:"):
-            return f"installing {line.count(',') + 1} packages, torch and its libraries among them"
+        if re.match(r"\s*(Collecting|Downloading|Using cached|Preparing|Installing) ", line):
+            return textwrap.shorten(line, 90, placeholder=" ...")
     return "asking the package index"
 
 
 def explain(log: Path) -> str:
     """Turns pip's last words into what to do."""
     text = log.read_text(errors="replace")
-    unreachable = "Failed to establish|name resolution|Timeout|ProxyError|refused|SSLError|: none"
-    if re.search(r"No space left on device|\[Errno 28\]", text):
+    why = "pip failed"
+    if "No space left on device" in text:
         why = "the disk is full (about 8 GB are needed): free some space or set TMPDIR"
-    elif re.search(unreachable, text):
-        why = "the package index cannot be reached or lacks a package: look at pip's settings"
-    else:
-        why = "pip failed"
+    elif re.search("Failed to establish|name resolution|Timeout|ProxyError|SSLError", text):
+        why = "the package index cannot be reached: look at the network and pip's settings"
     tail = "\n".join(f"    {line}" for line in text.splitlines()[-12:])
     return f"{why}. Its last lines, the rest is in {log}:\n{tail}"
 
 
 def ensure(folder: Path, versions: Sequence[str] = PREFERRED, extra: str = "dev") -> Path:
-    """Makes `folder` the environment for this tree.
-
-    Args:
-        folder (Path): where it is or shall be.
-        versions (Sequence[str]): the Pythons it may be made of, best first.
-        extra (str): the extra of pyproject.toml that it gets.
+    """Makes `folder` the environment for this tree, with an extra of pyproject.toml.
 
     Returns:
-        Its interpreter.
+        Its interpreter, of the first of `versions` that there is.
 
     Raises:
         BootstrapError: Python, disk or network are missing.

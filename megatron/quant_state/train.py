@@ -1,0 +1,171 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""Worker of a rehearsal: one process trains one model once and writes down what happened.
+
+Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.train JOB RUN``. JOB is
+a folder with ``job.json``; what this process writes goes to ``JOB/RUN``: ``events.jsonl``, one JSON
+object a line, and ``step{N}.npy``, all main_grads of step N one after the other, fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+from megatron.quant_state.errors import InputError
+from megatron.quant_state.model import ModelDescription, error_to_json
+
+__all__ = ["RUNS", "main"]
+
+#: What a process can train, and how it differs from the release as it is.
+RUNS = {
+    "truth": "the release's own cache, refreshed every step, main_grad never overwritten",
+    "no_cache": "the release with disable_parameter_transpose_cache: no cache, no overwriting",
+    "release": "the release; its optimizer is handed the truth's gradients",
+    "quant_state": "the release with megatron.quant_state installed",
+}
+
+_SEED = 1234
+
+
+def main(arguments: list[str]) -> int:
+    """Train.
+
+    Args:
+        arguments: the job's folder and a key of ``RUNS``.
+
+    Returns:
+        int: 0 done; 2 the input cannot be used, with the error as the last event.
+    """
+    job, run = Path(arguments[0]), arguments[1]
+    out = job / run
+    out.mkdir()
+    given = json.loads((job / "job.json").read_text())
+    with (out / "events.jsonl").open("w", buffering=1) as events:
+        try:
+            _train(job, run, given, events)
+        except InputError as error:
+            _write(events, event="refused", error=error_to_json(error))
+            return 2
+    return 0
+
+
+def _write(events: IO[str], **values: Any) -> None:
+    events.write(json.dumps(values) + "\n")
+
+
+def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
+    import numpy
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from transformer_engine import reference
+
+    from megatron.quant_state import build
+    from megatron.quant_state.megatron_config import megatron_version
+
+    twin = ModelDescription.from_dict(given["twin"])
+    build.initialize_single_process(_SEED)
+    if run == "truth":
+        build.check_model(ModelDescription.from_dict(given["full"]))
+        reference.never_overwrite(True)
+    elif run == "no_cache":
+        config = {**twin.transformer_config, "disable_parameter_transpose_cache": True}
+        twin = replace(twin, transformer_config=config)
+    elif run == "quant_state":
+        from megatron.quant_state import install
+
+        install()
+    model = build.build_model(twin)
+    chunk = build.build_ddp(model, twin)
+    optimizer = build.build_optimizer([chunk], twin)
+    build.connect_schedule([chunk], optimizer)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    _write(
+        events,
+        event="built",
+        parameters=[[name, parameter.numel()] for name, parameter in named],
+        weights=_digest(parameter for _, parameter in named),
+        versions={
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "torch": torch.__version__,
+            "megatron-core": megatron_version(),
+            "megatron-quant-state": version("megatron-quant-state"),
+        },
+    )
+    for step in range(1, given["steps"] + 1):
+        reference.counters.reset()
+        start = time.perf_counter()
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        if run == "truth":
+            # Some releases never refresh a quant_recipe-only run; the truth does.
+            for module in model.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = True
+        reports = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=_batches(twin, step),
+            model=[chunk],
+            num_microbatches=twin.num_microbatches,
+            seq_length=twin.seq_length,
+            micro_batch_size=twin.micro_batch_size,
+            forward_only=False,
+        )
+        flat = torch.cat([p.main_grad.detach().float().flatten() for _, p in named])
+        numpy.save(job / run / f"step{step}.npy", flat.numpy())
+        if run == "release":
+            # So that a step's error is its own, and not the drift that earlier ones caused.
+            right = torch.from_numpy(numpy.load(job / "truth" / f"step{step}.npy"))
+            parts = right.split([parameter.numel() for _, parameter in named])
+            for (_, parameter), part in zip(named, parts, strict=True):
+                parameter.main_grad.copy_(part.view_as(parameter.main_grad))
+        optimizer.step()
+        _write(
+            events,
+            event="step",
+            step=step,
+            seconds=time.perf_counter() - start,
+            loss=sum(float(report["loss"]) for report in reports) / len(reports),
+            weight_quantizations=reference.counters.weight_quantizations,
+            weight_quantizations_least=len(reference.counters.weights_used),
+            stale_reads=reference.counters.stale_reads,
+            empty_reads=reference.counters.empty_reads,
+        )
+
+
+def _batches(twin: ModelDescription, step: int) -> Iterator[Any]:
+    """Tokens of a step's microbatches, [micro_batch_size, seq_length + 1], int64."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    shape = (twin.micro_batch_size, twin.seq_length + 1)
+    while True:
+        yield torch.randint(twin.vocab_size, shape, generator=generator)
+
+
+def _forward_step(batches: Iterator[Any], chunk: Any) -> Any:
+    import torch
+
+    tokens = next(batches)
+    size, length = tokens.shape[0], tokens.shape[1] - 1
+    positions = torch.arange(length).expand(size, length)
+    mask = torch.ones(size, length)
+    out = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask)
+    return out, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+
+def _digest(parameters: Iterator[Any]) -> str:
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        digest.update(parameter.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
