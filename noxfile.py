@@ -79,7 +79,7 @@ def tests(session: nox.Session, megatron_core: str) -> None:
     env = {"PYTHONPATH": overlay(session, python, megatron_core), "PYTHONDONTWRITEBYTECODE": "1"}
     code = "import megatron.core as m, sys, torch; print(m.__version__, m.__path__[0], sys.version)"
     found, path, python_version = last_line(session, python, code, **env).split()[:3]
-    # Releases carry a commit after the number, "0.19.2+50b3258".
+    # From 0.18 on it adds the commit of the repository that it lies in, "0.19.2+50b3258".
     if found.split("+")[0] != megatron_core:
         session.error(f"megatron-core {megatron_core} was asked for and {path} has {found}")
     session.log(f"Python {python_version}, megatron-core {found} in {os.path.relpath(path, ROOT)}")

@@ -21,7 +21,8 @@ def installed_version(distribution: str) -> str:
 def main() -> None:
     print(f"{PACKAGE_NAME} {__version__}")
     for name, (lowest, highest) in SUPPORTED.items():
-        print(f"  {name:<20} {lowest} to {highest:<10} here: {installed_version(name)}")
+        supported = f"{lowest} to {highest}"
+        print(f"  {name:<20} {supported:<20} here: {installed_version(name)}")
     print(f"  {'torch':<20} {'any that these take':<20} here: {installed_version('torch')}")
 
 

@@ -42,3 +42,7 @@ class InputError(QuantStateError, ValueError):
         super().__init__(f"{location}: {message}" if location else message)
         self.message = message
         self.location = location
+
+
+class WorkerError(QuantStateError, RuntimeError):
+    """A process that this package started ended in a way that nobody foresaw."""

@@ -204,7 +204,9 @@ def _check_transformer_engine() -> None:
     ]
     made_at = inspect.unwrap(TransformerEngineBaseModule.__init__).__code__.co_names
     if "_fp8_workspaces" not in made_at:
-        missing.append("TransformerEngineBaseModule._fp8_workspaces, the cache of quantized weights")
+        missing.append(
+            "TransformerEngineBaseModule._fp8_workspaces, the cache of quantized weights"
+        )
     if missing:
         raise UnsupportedVersionError(
             f"transformer-engine {transformer_engine.__version__} has not: {', '.join(missing)}. "

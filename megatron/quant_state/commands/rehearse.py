@@ -1,0 +1,151 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""``quant-state rehearse``: train a model's twin and compare its gradients with the truth."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.quant_state.errors import InputError, Location
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Trains a scaled-down twin of MODEL with the real Megatron-Core on the CPU: as released, with
+megatron.quant_state installed, and as it should be (never overwriting, checked against a run without
+any weight cache). Every main_grad is compared byte for byte.
+"""
+
+_EPILOG = """\
+exit code: 0 the gradients with quant_state are exact; 1 they are not; 2 bad input
+
+examples:
+  quant-state rehearse deepseek-v3-mtp2
+  quant-state rehearse qwen3-30b-a3b --set mlp_chunks_for_training=4
+  quant-state rehearse my_model.yaml --recipe recipe.yaml --format json --out result.json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's parser."""
+    from megatron.quant_state.model import shipped_models
+
+    parser = subparsers.add_parser(
+        "rehearse",
+        help="train a model's twin and compare its gradients with the truth",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    models = ", ".join(shipped_models())
+    parser.add_argument("model", metavar="MODEL", help=f"a YAML file, or one of {models}")
+    parser.add_argument(
+        "--recipe", metavar="FILE", help="quantization recipe, as Megatron takes it"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="override a field; the value is YAML; may be repeated",
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=3, metavar="N", help="optimizer steps (default 3)"
+    )
+    parser.add_argument(
+        "--microbatches", type=_positive, metavar="N", help="microbatches a step, over the model's"
+    )
+    parser.add_argument("--format", choices=("table", "json", "html"), default="table")
+    parser.add_argument("--out", metavar="FILE", help="write there instead of to stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; the exit code."""
+    from megatron.quant_state.model import load_model
+    from megatron.quant_state.rehearse import rehearse
+    from megatron.quant_state.reporters import html, json_report, table
+
+    description = load_model(
+        args.model, args.overrides, recipe=args.recipe, num_microbatches=args.microbatches
+    )
+    if args.out:
+        check_writable(args.out)
+    with _progress(args.steps) as progress:
+        rehearsal = rehearse(description, args.steps, progress)
+    if args.format == "json":
+        text = json_report.render_rehearsal(rehearsal)
+    elif args.format == "html":
+        text = html.render_rehearsal(rehearsal)
+    else:
+        color = args.out is None and sys.stdout.isatty()
+        text = table.render_rehearsal(rehearsal, color=color)
+    if args.out:
+        Path(args.out).write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+    return 0 if rehearsal.verdict == "exact" else 1
+
+
+def check_writable(path: str) -> None:
+    """Say that a file cannot be written before the work is done, not after.
+
+    Raises:
+        InputError: with the system's reason.
+    """
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", Location(path)) from error
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found '{text}'")
+    return value
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar a run on a terminal, a line a run elsewhere; on stderr, so that stdout pipes."""
+    if not sys.stderr.isatty():
+        start = time.monotonic()
+
+        def say(run: str, step: int) -> None:
+            if step in (0, steps):
+                what = "built" if step == 0 else f"trained {steps} steps"
+                print(f"[{time.monotonic() - start:5.1f} s] {run}: {what}", file=sys.stderr)
+
+        print("rehearse: starting", file=sys.stderr)
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        waiting = bars.add_task("starting", total=None)
+        tasks: dict[str, Any] = {}
+
+        def show(run: str, step: int) -> None:
+            bars.update(waiting, visible=False)
+            if run not in tasks:
+                tasks[run] = bars.add_task(run, total=steps)
+            bars.update(tasks[run], completed=step)
+
+        yield show

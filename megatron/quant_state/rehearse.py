@@ -1,0 +1,246 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""Rehearse a model: train its twin as released, with the layer, and as it should be; compare.
+
+Each run is a process of its own (``train.py``). Gradients are compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.quant_state import reference
+from megatron.quant_state.errors import WorkerError
+from megatron.quant_state.model import ModelDescription, error_from_json
+from megatron.quant_state.twin import Change, build_twin
+
+__all__ = ["Rehearsal", "Run", "WrongGradient", "rehearse"]
+
+_POLL_SECONDS = 0.1
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True)
+class WrongGradient:
+    """A ``main_grad`` whose bytes differ from the truth's.
+
+    Attributes:
+        name: parameter, as ``named_parameters()`` of the unwrapped model names it.
+        step: counted from 1.
+        relative_error: norm of the difference over norm of the truth; infinite where the truth is
+            zero, and NaN where either has a NaN.
+    """
+
+    name: str
+    step: int
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run did, all steps together.
+
+    Attributes:
+        parameters: number of parameters (tensors) that have a gradient.
+        wrong: gradients that differ from the truth, in the order of steps and of the model.
+        weight_quantizations: roundings of a weight tensor.
+        weight_quantizations_least: one a quantized weight a step.
+        stale_reads: forwards that used a cached weight other than the current one.
+        losses: mean over the microbatches, one a step.
+        seconds_per_step: mean, forward to optimizer.
+    """
+
+    parameters: int
+    wrong: tuple[WrongGradient, ...]
+    weight_quantizations: int
+    weight_quantizations_least: int
+    stale_reads: int
+    losses: tuple[float, ...]
+    seconds_per_step: float
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The answer.
+
+    Attributes:
+        model: name of the description.
+        steps, num_microbatches: how long was trained.
+        versions: of Python and of the libraries that trained.
+        changes: what the twin has otherwise than the model.
+        release: the release as it is; its optimizer is handed the truth's gradients, so that the
+            error of a step is its own.
+        quant_state: with the layer installed, on its own gradients.
+        truth_is_checked: whether the truth equals a run without any weight cache, bit for bit; None
+            under delayed scaling, where that is another computation.
+    """
+
+    model: str
+    steps: int
+    num_microbatches: int
+    versions: Mapping[str, str]
+    changes: tuple[Change, ...]
+    release: Run
+    quant_state: Run
+    truth_is_checked: bool | None
+
+    @property
+    def verdict(self) -> str:
+        """``exact`` when the layer's gradients are the truth bit for bit, else ``wrong``."""
+        exact = not self.quant_state.wrong and self.truth_is_checked is not False
+        return "exact" if exact else "wrong"
+
+
+@dataclass
+class _Worker:
+    run: str
+    folder: Path
+    process: subprocess.Popen[str]
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def rehearse(
+    description: ModelDescription,
+    steps: int,
+    progress: Callable[[str, int], None] = lambda run, step: None,
+) -> Rehearsal:
+    """Train the twin of a model and compare.
+
+    Takes two processes at a time, one thread each.
+
+    Args:
+        description: the full model.
+        steps: optimizer steps of each run.
+        progress: called with a run's name and the number of steps it has done, 0 once it is built.
+
+    Raises:
+        InputError: Megatron refuses the model.
+        WorkerError: a run ended in another way; the message has its last lines.
+    """
+    twin = build_twin(description)
+    delayed = _is_delayed(twin.description)
+    with tempfile.TemporaryDirectory(prefix="quant-state-") as folder:
+        job = Path(folder)
+        given = {"full": description.to_dict(), "twin": twin.description.to_dict(), "steps": steps}
+        (job / "job.json").write_text(json.dumps(given))
+        # The release follows the truth's gradients, so the truth comes first.
+        truths = ["truth"] if delayed else ["truth", "no_cache"]
+        workers = _train(job, truths, progress) | _train(job, ["release", "quant_state"], progress)
+        built = {run: worker.events[0] for run, worker in workers.items()}
+        names = built["truth"]["parameters"]
+        for run, event in built.items():
+            if event["parameters"] != names or event["weights"] != built["truth"]["weights"]:
+                raise WorkerError(f"the runs 'truth' and '{run}' did not start from equal weights")
+        checked = None if delayed else not list(_wrong(job, "no_cache", names, steps))
+        return Rehearsal(
+            model=description.name,
+            steps=steps,
+            num_microbatches=twin.description.num_microbatches,
+            versions=built["truth"]["versions"],
+            changes=twin.changes,
+            release=_summary(job, workers["release"], names, steps),
+            quant_state=_summary(job, workers["quant_state"], names, steps),
+            truth_is_checked=checked,
+        )
+
+
+def _is_delayed(description: ModelDescription) -> bool:
+    config = description.transformer_config
+    # Delayed is Megatron's default recipe of fp8.
+    return bool(config.get("fp8")) and config.get("fp8_recipe", "delayed") == "delayed"
+
+
+def _train(job: Path, runs: Sequence[str], progress: Callable[[str, int], None]) -> dict[str, Any]:
+    """Train at the same time; the workers by run, each with all of its events."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    workers: dict[str, _Worker] = {}
+    try:
+        for run in runs:
+            with (job / f"{run}.log").open("w") as log:
+                arguments = ["-m", "megatron.quant_state.train", str(job), run]
+                process = reference.start(
+                    arguments, stdout=log, stderr=subprocess.STDOUT, env=environment
+                )
+            workers[run] = _Worker(run, job / run, process)
+        waiting = dict(workers)
+        while waiting:
+            time.sleep(_POLL_SECONDS)
+            for run, worker in list(waiting.items()):
+                ended = worker.process.poll() is not None
+                seen = len(worker.events)
+                worker.events = _read_events(worker.folder)
+                for event in worker.events[seen:]:
+                    if event["event"] == "refused":
+                        raise error_from_json(event["error"])
+                    progress(run, event.get("step", 0))
+                if ended:
+                    _check_end(worker, job)
+                    del waiting[run]
+    finally:
+        for worker in workers.values():
+            worker.process.kill()
+            worker.process.wait()
+    return workers
+
+
+def _read_events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    if not path.exists():
+        return []
+    # A last line without its end is still being written.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def _check_end(worker: _Worker, job: Path) -> None:
+    code = worker.process.returncode
+    if code != 0:
+        lines = (job / f"{worker.run}.log").read_text().splitlines()[-_LAST_LINES:]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        text = "\n  ".join(["", *lines])
+        raise WorkerError(f"the run '{worker.run}' {how}. Its last lines:{text}")
+
+
+def _wrong(job: Path, run: str, parameters: Any, steps: int) -> Iterator[WrongGradient]:
+    for step in range(1, steps + 1):
+        right = np.load(job / "truth" / f"step{step}.npy")
+        found = np.load(job / run / f"step{step}.npy")
+        start = 0
+        for name, length in parameters:
+            a, b = right[start : start + length], found[start : start + length]
+            start += length
+            if a.tobytes() != b.tobytes():
+                yield WrongGradient(name, step, _relative_error(a, b))
+
+
+def _relative_error(right: Any, found: Any) -> float:
+    difference = float(np.linalg.norm(right.astype(np.float64) - found.astype(np.float64)))
+    norm = float(np.linalg.norm(right.astype(np.float64)))
+    if norm == 0.0:
+        return float("inf") if difference else 0.0
+    return difference / norm
+
+
+def _summary(job: Path, worker: _Worker, parameters: Any, steps: int) -> Run:
+    done = [event for event in worker.events if event["event"] == "step"]
+
+    def total(key: str) -> int:
+        return sum(int(event[key]) for event in done)
+
+    return Run(
+        parameters=len(parameters),
+        wrong=tuple(_wrong(job, worker.run, parameters, steps)),
+        weight_quantizations=total("weight_quantizations"),
+        weight_quantizations_least=total("weight_quantizations_least"),
+        stale_reads=total("stale_reads") + total("empty_reads"),
+        losses=tuple(event["loss"] for event in done),
+        seconds_per_step=sum(event["seconds"] for event in done) / len(done),
+    )
