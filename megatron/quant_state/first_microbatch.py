@@ -22,7 +22,7 @@ def is_first_microbatch_tracked(
     ``MegatronModule.set_is_first_microbatch`` asks. With one it is the answer for a single call.
 
     Args:
-        config: a TransformerConfig; ``fp8``, ``fp4``, ``use_kitchen`` and ``quant_recipe`` are read.
+        config: a TransformerConfig: its ``fp8``, ``fp4``, ``use_kitchen``, ``quant_recipe``.
         module: the module that is about to run, or None for the model-wide answer.
         ambient_autocast: whether TE's autocast is on around the module, read before the module
             enters a context of its own. Only read where a ``quant_recipe`` is set.

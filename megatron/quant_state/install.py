@@ -61,7 +61,7 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
         parameters=("self",),
         mentions=("is_first_microbatch", "config"),
         wrap=partial(_keep_signature, set_is_first_microbatch),
-        reaches="arms every module once a step, also in quant_recipe-only runs and for late modules",
+        reaches="arms each module once a step, also in quant_recipe-only runs and late modules",
     ),
 )
 

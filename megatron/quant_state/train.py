@@ -1,8 +1,8 @@
 # Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
 """Worker of a rehearsal: one process trains one model once and writes down what happened.
 
-Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.train JOB RUN``. JOB is
-a folder with ``job.json``; what this process writes goes to ``JOB/RUN``: ``events.jsonl``, one JSON
+Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.train JOB RUN``. JOB
+is a folder with ``job.json``; this process writes to ``JOB/RUN``: ``events.jsonl``, one JSON
 object a line, and ``step{N}.npy``, all main_grads of step N one after the other, fp32.
 """
 
@@ -122,7 +122,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
         if run == "release":
             # So that a step's error is its own, and not the drift that earlier ones caused.
             right = torch.from_numpy(numpy.load(job / "truth" / f"step{step}.npy"))
-            parts = right.split([parameter.numel() for _, parameter in named])
+            parts = torch.split(right, [parameter.numel() for _, parameter in named])
             for (_, parameter), part in zip(named, parts, strict=True):
                 parameter.main_grad.copy_(part.view_as(parameter.main_grad))
         optimizer.step()

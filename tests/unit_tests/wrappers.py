@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-reference = pytest.importorskip(
+pytest.importorskip(
     "transformer_engine.reference",
     reason="run as: python -m megatron.quant_state.reference -m pytest",
 )
@@ -19,13 +19,14 @@ from megatron.core.extensions import transformer_engine as wrappers
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig, RecipeConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformer_engine import reference
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import fp8_autocast
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_model_init
 
 HIDDEN = 32
-TOKENS = 32
-M_SPLITS = [16, 16]
+TOKENS = 64
+M_SPLITS = [32, 32]
 
 KINDS = ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear")
 RECIPES = {
@@ -126,9 +127,7 @@ def autocast(precision: str) -> AbstractContextManager[Any]:
 def weights_of(model: Any) -> dict[str, Any]:
     """The linear's own weights by name, without those of a fused norm."""
     return {
-        name: weight
-        for name, weight in model.layer.named_parameters()
-        if name.startswith("weight")
+        name: weight for name, weight in model.layer.named_parameters() if name.startswith("weight")
     }
 
 
@@ -164,6 +163,17 @@ def change_weights(model: Any, seed: int) -> None:
 def main_grads(model: Any) -> list[torch.Tensor]:
     """Copies of the linear's main_grads."""
     return [weight.main_grad.clone() for weight in weights_of(model).values()]
+
+
+def scales(model: Any) -> list[torch.Tensor]:
+    """What delayed scaling keeps from step to step; empty for every other recipe."""
+    states = [model.layer.fp8_meta.get(key) for key in ("scaling_fwd", "scaling_bwd")]
+    return [
+        getattr(state, name).clone()
+        for state in states
+        for name in ("scale", "amax_history")
+        if hasattr(state, name)
+    ]
 
 
 def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -208,6 +218,7 @@ def train(
             {
                 "main_grads": main_grads(model),
                 "outputs": outputs,
+                "scales": scales(model),
                 "quantizations": counters.weight_quantizations,
                 "least": len(counters.weights_used),
                 "stale_reads": counters.stale_reads + counters.empty_reads,
@@ -223,13 +234,23 @@ def truth(kind: str, precision: str, calls: int, **options: Any) -> list[dict[st
         return train(model_of(kind, precision), precision, calls, arm=arm_by_hand, **options)
 
 
-def reset_engine() -> None:
-    """Fresh process-wide state of the engine and of Megatron's parallelism."""
+@contextmanager
+def fresh_engine() -> Iterator[None]:
+    """Fresh process-wide state of the engine and of Megatron's parallelism, before and after."""
     from megatron.quant_state.build import initialize_single_process
 
+    def reset() -> None:
+        FP8GlobalStateManager.reset()
+        reference.never_overwrite(False)
+        reference.record_calls(False)
+        reference.calls.clear()
+        reference.counters.reset()
+
     initialize_single_process()
-    FP8GlobalStateManager.reset()
-    reference.never_overwrite(False)
-    reference.record_calls(False)
-    reference.calls.clear()
-    reference.counters.reset()
+    threads = torch.get_num_threads()
+    # Products this small take longer on several threads, most of all beside other processes.
+    torch.set_num_threads(1)
+    reset()
+    yield
+    reset()
+    torch.set_num_threads(threads)

@@ -17,8 +17,8 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Trains a scaled-down twin of MODEL with the real Megatron-Core on the CPU: as released, with
-megatron.quant_state installed, and as it should be (never overwriting, checked against a run without
-any weight cache). Every main_grad is compared byte for byte.
+megatron.quant_state installed, and as it should be (never overwriting, checked against a run
+without any weight cache). Every main_grad is compared byte for byte.
 """
 
 _EPILOG = """\

@@ -35,8 +35,10 @@ def fold_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
         numbers = {name: tuple(map(int, _COUNTS.findall(name))) for name in members}
         for group in _rectangles(members, numbers):
             columns = list(zip(*(numbers[name] for name in group), strict=True))
-            texts = iter([_ranges(sorted(set(column))) for column in columns])
-            rows.append((re.sub("#", lambda _, texts=texts: next(texts), shape), group))
+            folded = shape
+            for column in columns:
+                folded = folded.replace("#", _ranges(sorted(set(column))), 1)
+            rows.append((folded, group))
     return rows
 
 

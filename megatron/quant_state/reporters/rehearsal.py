@@ -75,8 +75,8 @@ def verdict_sentence(rehearsal: Rehearsal) -> str:
     run = rehearsal.quant_state
     if rehearsal.truth_is_checked is False:
         return (
-            "wrong: the truth itself differs from a run without any weight cache, so nothing can be "
-            "said. Please report this model."
+            "wrong: the truth itself differs from a run without any weight cache, so nothing can "
+            "be said. Please report this model."
         )
     if run.wrong:
         names = len({item.name for item in run.wrong})
@@ -84,6 +84,6 @@ def verdict_sentence(rehearsal: Rehearsal) -> str:
     lost = len({item.name for item in rehearsal.release.wrong})
     release = f"the release gets {lost} wrong" if lost else "so does the release"
     return (
-        f"exact: all {run.parameters} main_grads of all {rehearsal.steps} steps equal the truth bit "
-        f"for bit with quant_state installed; {release}"
+        f"exact: all {run.parameters} main_grads of all {rehearsal.steps} steps equal the truth "
+        f"bit for bit with quant_state installed; {release}"
     )

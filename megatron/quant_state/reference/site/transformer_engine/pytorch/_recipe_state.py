@@ -160,5 +160,7 @@ def update_amax_and_scale(
     if recipe.scaling_factor_compute_algo is not None:
         scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe))
         return
-    new = ((fp8_max / amax) / (2.0**recipe.margin)).clamp_(max=_FP32_MAX)
+    # ``float / tensor`` multiplies by a reciprocal, which rounds twice.
+    quotient = torch.full_like(amax, fp8_max).div_(amax)
+    new = quotient.div_(2.0**recipe.margin).clamp_(max=_FP32_MAX)
     scale.copy_(torch.where((amax > 0) & torch.isfinite(amax), new, scale))

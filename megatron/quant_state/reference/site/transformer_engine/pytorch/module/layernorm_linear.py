@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class LayerNormLinear(LinearBase):
             torch.nn.Parameter(
                 torch.empty(self.in_features, device=device, dtype=self.params_dtype)
             ),
-            init_fn=lambda weight: torch.nn.init.constant_(weight, one),
+            init_fn=partial(torch.nn.init.constant_, val=one),
         )
         if normalization == "LayerNorm":
             self.register_parameter(

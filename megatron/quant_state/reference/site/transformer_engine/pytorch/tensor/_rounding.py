@@ -56,7 +56,9 @@ def scale_from_amax(
     if epsilon:
         amax = amax.clamp(min=epsilon)
     usable = (amax > 0) & (amax <= _FP32_MAX)
-    scale = torch.where(usable, (fp8_max / amax).clamp_(max=_FP32_MAX), 1.0)
+    # ``float / tensor`` multiplies by a reciprocal, which rounds twice.
+    quotient = torch.full_like(amax, fp8_max).div_(amax)
+    scale = torch.where(usable, quotient.clamp_(max=_FP32_MAX), 1.0)
     if power_of_two:
         # The exponent bits alone: the mantissa of a power of two is zero.
         scale = (scale.view(torch.int32) & -8388608).view(torch.float32)
