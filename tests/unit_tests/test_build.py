@@ -16,6 +16,7 @@ pytest.importorskip(
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.quant_state.build import (
@@ -66,6 +67,12 @@ matchers:
 @pytest.fixture(scope="module", autouse=True)
 def _process() -> None:
     initialize_single_process()
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_mtp_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Megatron keeps them for the process, in the size of the first model that had MTP.
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
 
 
 @pytest.fixture
