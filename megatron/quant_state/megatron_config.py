@@ -48,10 +48,11 @@ _REFUSALS = (AssertionError, ValueError, NotImplementedError, ImportError, ZeroD
 
 
 def megatron_version() -> str:
-    """Version of the megatron-core that is imported."""
+    """Version of the megatron-core that is imported, such as ``0.19.2``."""
     from megatron.core.package_info import __version__ as version
 
-    return str(version)
+    # Megatron appends the commit of whatever repository the working directory belongs to.
+    return str(version).partition("+")[0]
 
 
 def build_transformer_config(description: ModelDescription, *, device: str = "cpu") -> Any:

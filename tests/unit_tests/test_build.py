@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron.quant_state import megatron_config
 from megatron.quant_state.build import (
     build_ddp,
     build_model,
@@ -359,9 +360,15 @@ def test_a_bad_recipe_is_one_line_with_its_place(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(REPEATED_MTP and CHUNKS, reason="this megatron-core has every such field")
-def test_a_field_that_this_version_lacks_may_say_its_default() -> None:
-    newer = [("mtp_use_repeated_layer", "true", "false"), ("mlp_chunks_for_training", "4", "1")]
+def test_a_field_that_this_version_lacks_may_say_its_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(megatron_config._NEWER_FIELDS, "a_later_field", ("9.9", False))
+    newer = [
+        ("a_later_field", "true", "false"),
+        ("mtp_use_repeated_layer", "true", "false"),
+        ("mlp_chunks_for_training", "4", "1"),
+    ]
     for name, asked, default in newer:
         if name in FIELDS:
             continue
