@@ -85,7 +85,7 @@ def test_many_steps_lose_no_digit(monkeypatch: pytest.MonkeyPatch, color: bool) 
     )
     assert "…" not in text
     # A long name takes lines of its own rather than digits of others.
-    folded, *shown = cells(text, name[:30])
+    folded, *shown = cells(text, name[:25])
     assert name.startswith(folded)
     assert shown == [f"{error:.3g}" for error in errors]
     assert all(f"{4 + error:.6f}" in text for error in errors)
