@@ -248,6 +248,26 @@ def test_what_megatron_refuses_in_a_worker_has_its_place(
     assert list(temporary.iterdir()) == []
 
 
+def test_every_run_checks_the_full_model(tiny: str, tmp_path: Path) -> None:
+    """Else the words of a refusal would depend on which of two processes is faster."""
+    full = load_model(tiny, ["tensor_model_parallel_size=3"])
+    given = {"full": full.to_dict(), "twin": load_model(tiny).to_dict(), "steps": 1}
+    (tmp_path / "job.json").write_text(json.dumps(given))
+    worker = reference.start(
+        ["-m", "megatron.quant_state.train", str(tmp_path), "no_cache"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    # Not communicate(), which closes stdin, and that ends a worker.
+    code = worker.wait(timeout=300)
+    said = worker.communicate()[0]
+    assert code == 2, said
+    (event,) = (tmp_path / "no_cache" / "events.jsonl").read_text().splitlines()
+    assert json.loads(event)["event"] == "refused"
+    assert "multiple of tensor_model_parallel_size" in json.loads(event)["error"]["message"]
+
+
 def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
