@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -315,23 +316,27 @@ def test_a_signal_ends_the_workers_too(
     tiny: str, temporary: Path, number: signal.Signals, code: int, said: str | None
 ) -> None:
     command = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "rehearse", tiny],
+        # So many steps that no worker ends by itself.
+        [sys.executable, "-c", COMMAND, "rehearse", tiny, "--steps", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    workers: list[int] = []
     try:
         workers = wait_for(lambda: len(found := children(command.pid)) == 2 and found)
         assert len(list(temporary.iterdir())) == 1
         command.send_signal(number)
         out, err = command.communicate(timeout=60)
+        # Nobody kills the workers of a killed command, nor one that was about to start.
+        wait_for(lambda: none_running(workers), seconds=120)
     finally:
         command.kill()
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)
     assert command.returncode == code
     assert out == ""
     assert err.splitlines() == ["rehearse: starting", *([said] if said else [])]
-    # Nobody kills the workers of a killed command, nor one that was about to start.
-    wait_for(lambda: none_running(workers))
     assert number == signal.SIGKILL or list(temporary.iterdir()) == []
 
 
