@@ -14,6 +14,8 @@ from rich.text import Text
 from megatron.quant_state.rehearse import Rehearsal
 from megatron.quant_state.reporters.rehearsal import (
     TITLES,
+    ReplayRow,
+    replay_rows,
     summary_rows,
     verdict_sentence,
     wrong_rows,
@@ -69,7 +71,23 @@ def render_rehearsal(rehearsal: Rehearsal, *, color: bool = False) -> str:
             errors = ["" if error is None else f"{error:.3g}" for error in item.errors]
             table.add_row(Text(item.name), f"x{item.count}" if item.count > 1 else "", *errors)
         console.print(table)
+    for run_name, title in TITLES.items():
+        replays = replay_rows(getattr(rehearsal, run_name))
+        if replays:
+            console.print(Text(f"{title}: replays in another precision than the forward's"))
+            console.print(_replays(replays))
     sentence = Text(verdict_sentence(rehearsal))
     sentence.stylize("bold green" if rehearsal.verdict == "exact" else "bold red")
     console.print(sentence)
     return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+
+
+def _replays(rows: list[ReplayRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for header in ("", "forward", "replay", "replays"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        count = f"x{row.count}" if row.count > 1 else ""
+        table.add_row(Text(row.name), count, row.forward, row.replay, str(row.calls))
+    return table
