@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -237,14 +236,15 @@ def test_what_megatron_refuses_in_a_worker_has_its_place(
     (line,) = [line for line in streams.err.splitlines() if not line.startswith("rehearse:")]
     assert line.startswith("quant-state: error: --set tensor_model_parallel_size=2: ")
     assert "must be a multiple of tensor_model_parallel_size" in line
-    path.write_text(TINY + "  fp8_dot_product_attention: true\n  recompute_granularity: some\n")
+    path.write_text(TINY + "  recompute_granularity: full\n")
     assert commands.main(["rehearse", str(path)]) == 2
     (line,) = [
         line
         for line in capsys.readouterr().err.splitlines()
         if not line.startswith(("rehearse:", "["))
     ]
-    assert line.startswith(f"quant-state: error: {path}:14:3: recompute_granularity: megatron-core")
+    assert line.startswith(f"quant-state: error: {path}:13:3: recompute_granularity: megatron-core")
+    assert 'recompute_method must be "block" or "uniform"' in line
     assert list(temporary.iterdir()) == []
 
 
@@ -254,10 +254,15 @@ def children(pid: int) -> list[int]:
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    # A dead orphan may wait for the machine's first process to take notice.
+    return state not in "ZX"
+
+
+def none_running(pids: Iterable[int]) -> bool:
+    return not any(map(is_running, pids))
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
@@ -278,10 +283,13 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(signal.SIGINT, 130, "quant-state: interrupted"), (signal.SIGTERM, 143, None)],
+    [
+        (signal.SIGINT, 130, "quant-state: interrupted"),
+        (signal.SIGTERM, 143, None),
+        (signal.SIGKILL, -9, None),
+    ],
 )
 def test_a_signal_ends_the_workers_too(
     tiny: str, temporary: Path, number: signal.Signals, code: int, said: str | None
@@ -302,8 +310,9 @@ def test_a_signal_ends_the_workers_too(
     assert command.returncode == code
     assert out == ""
     assert err.splitlines() == ["rehearse: starting", *([said] if said else [])]
-    assert not any(map(is_running, workers))
-    assert list(temporary.iterdir()) == []
+    # Nobody kills the workers of a killed command, nor one that was about to start.
+    wait_for(lambda: none_running(workers))
+    assert number == signal.SIGKILL or list(temporary.iterdir()) == []
 
 
 # --- workers that leave what a test wants --------------------------------------------------------
@@ -477,7 +486,7 @@ FOREVER = "time.sleep(1000)"
     [
         (
             "built(); raise ZeroDivisionError('a fault of ours')",
-            r"'no_cache' ended with exit code 1 after 0 of 2 steps\. (?s:.*)Error: a fault of ours$",
+            r"'no_cache' ended with exit code 1 after 0 of 2 steps\. (?s:.*)Error: a fault of .*$",
         ),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
@@ -505,7 +514,7 @@ def test_a_worker_that_dies(
     workers(truth=FOREVER, no_cache=script)
     with pytest.raises(WorkerError, match=message):
         rehearse(load_model(tiny), STEPS)
-    assert not any(map(is_running, pids(tmp_path).values()))
+    assert none_running(pids(tmp_path).values())
     assert list(temporary.iterdir()) == []
 
 
@@ -513,7 +522,7 @@ def test_a_dead_worker_is_no_verdict(
     tiny: str, workers: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers(quant_state="sys.exit('bang')")
-    assert commands.main(["rehearse", tiny]) == 2
+    assert commands.main(["rehearse", tiny, "--steps", "2"]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
     assert "quant-state: error: the run 'quant_state' ended with exit code 1 " in streams.err
@@ -532,7 +541,7 @@ def test_a_refusal_ends_the_other_worker(
     with pytest.raises(InputError, match=r"^tiny\.yaml:3:1: no such thing$"):
         rehearse(load_model(tiny), STEPS)
     wait_for(lambda: "truth" in pids(tmp_path))
-    assert not any(map(is_running, pids(tmp_path).values()))
+    assert none_running(pids(tmp_path).values())
     assert list(temporary.iterdir()) == []
 
 
@@ -547,7 +556,7 @@ def test_an_interrupt_ends_both_workers(
     with pytest.raises(KeyboardInterrupt):
         rehearse(load_model(tiny), STEPS, interrupt)
     assert pids(tmp_path)
-    assert not any(map(is_running, pids(tmp_path).values()))
+    assert none_running(pids(tmp_path).values())
     assert list(temporary.iterdir()) == []
 
 
