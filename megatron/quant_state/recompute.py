@@ -28,11 +28,19 @@ _FIRST = 4
 # In the ``__dict__`` of an activation_recompute_forward: what was there before each entry.
 _BEFORE = "_quant_state_before"
 
-#: A module's queue of stashed scales, and what is or was in it.
+# Where a module's ``fp8_meta`` says which of TE's queues of stashed scales is its own.
+_QUEUE = "global_fp8_buffer_pos_fwd_recompute"
+
+#: A module's queue of stashed scales, and what is or was in it; delayed scaling only.
 _Queues = list[tuple[Any, tuple[Any, ...]]]
+#: Quantized modules that ran, by identity of their ``fp8_meta``: that, what was in the queue before
+#: the first call, and whether there are parameters.
+_Calls = dict[int, tuple[dict[str, Any], tuple[Any, ...], bool]]
 
 # The region that is being replayed; an inner replay runs inside an outer one's backward or forward.
 _replaying: _Region | None = None
+# What the innermost forward that keeps scales has called so far.
+_calls: _Calls | None = None
 
 
 class RecomputeState:
@@ -125,33 +133,43 @@ class RecomputeState:
         self._globals[self._region] = region
         self._globals[self._phase] = phase
 
-    def queues(self) -> _Queues:
-        """The queues of stashed scales, one a module, and what is in each; delayed scaling only."""
-        return [(queue, tuple(queue)) for queue in self._state.fp8_tensors_recompute_buffer]
+    def queue_of(self, meta: dict[str, Any]) -> Any:
+        """The queue of stashed scales of a module, empty where it never stashed any."""
+        position = meta.get(_QUEUE)
+        return () if position is None else self._state.fp8_tensors_recompute_buffer[position]
 
-    def take_appended(self, before: _Queues) -> _Queues:
-        """Take out what was appended since ``before``; empty queues are left out."""
-        taken: _Queues = []
-        lengths = [len(old) for _, old in before]
-        queues = self._state.fp8_tensors_recompute_buffer
-        # Queues are only ever added, at the end.
-        lengths += [0] * (len(queues) - len(lengths))
-        for queue, length in zip(queues, lengths, strict=True):
-            count = len(queue) - length
+    def take_stashed(self, calls: _Calls) -> _Queues:
+        """Take out what the calls appended to their modules' queues."""
+        stashed: _Queues = []
+        for meta, before, _ in calls.values():
+            queue = self.queue_of(meta)
+            count = len(queue) - len(before)
             if count > 0:
                 items = [queue.pop() for _ in range(count)]
-                taken.append((queue, tuple(reversed(items))))
-        return taken
+                stashed.append((queue, tuple(reversed(items))))
+        return stashed
 
-
-def _taken(before: _Queues) -> _Queues:
-    """What was taken from the queues' fronts since ``before``."""
-    return [(queue, old[: len(old) - len(queue)]) for queue, old in before if len(queue) < len(old)]
+    def taken(self, calls: _Calls) -> _Queues:
+        """What the calls took from the front of their modules' queues."""
+        found = ((self.queue_of(meta), before) for meta, before, _ in calls.values())
+        return [
+            (queue, old[: len(old) - len(queue)]) for queue, old in found if len(queue) < len(old)
+        ]
 
 
 def _put_in_front(stashes: _Queues) -> None:
     for queue, items in stashes:
         queue.extendleft(reversed(items))
+
+
+def _contents(stashes: _Queues) -> _Queues:
+    return [(queue, tuple(queue)) for queue, _ in stashes]
+
+
+def _put_back(contents: _Queues) -> None:
+    for queue, items in contents:
+        queue.clear()
+        queue.extend(items)
 
 
 class _Region:
@@ -192,22 +210,28 @@ class _Region:
         return self._replay(self._recorded, args)
 
     def _forward(self, args: tuple[Any, ...]) -> Any:
+        global _calls
         te = self._te
         outer = te.save()
         autocast, depth, _, replaying = outer
+        firsts = te.firsts.copy()
+        enclosing = _calls
+        calls = _calls = {}
         # A forward inside a replay repeats a part of what is replayed, so it takes the scales that
         # were stashed for that and leaves the phase alone.
-        before, firsts = te.queues(), te.firsts.copy()
         te.set_phase(True, replaying)
         try:
             outputs = self._function(*args)
         except BaseException:
-            self._put_back(before, firsts)
+            te.take_stashed(calls)
+            _put_in_front(te.taken(calls))
             te.restore(outer)
             raise
-        self._stashes = _taken(before) if replaying else te.take_appended(before)
-        # Gradients are off, so no region that was entered inside has a replay of its own.
-        te.firsts[:] = firsts
+        finally:
+            _calls = enclosing
+            # Gradients are off, so no region that was entered inside has a replay of its own.
+            te.firsts[:] = firsts
+        self._stashes = te.taken(calls) if replaying else te.take_stashed(calls)
         te.set_phase(*outer[2:])
         self.first = bool(autocast[_FIRST]) and not _first_is_given()
         # In a replay of TE's own each module is told that it is the first, and so it stays.
@@ -218,18 +242,16 @@ class _Region:
             True,
             True,
         )
-        if self.first and self.first_once and self._stashes:
+        if self.first and self.first_once and any(parameters for *_, parameters in calls.values()):
             # Without recompute a module in here would have taken the flag by now.
             te.manager.is_first_fp8_module()
-            if _replaying is not None:
-                _replaying.first_given = True
         return outputs
 
     def _replay(self, recorded: tuple[Any, int, bool, bool], args: tuple[Any, ...]) -> Any:
         global _replaying
         te = self._te
         outer = te.save()
-        before, firsts = te.queues(), te.firsts.copy()
+        firsts, before = te.firsts.copy(), _contents(self._stashes)
         enclosing = _replaying
         self.first_given = False
         self.swapped = []
@@ -239,7 +261,8 @@ class _Region:
         try:
             return self._function(*args)
         except BaseException:
-            self._put_back(before, firsts)
+            _put_back(before)
+            te.firsts[:] = firsts
             for meta in self.swapped:
                 if "updated_scale_fwd" in meta:
                     te.manager.restore_fp8_meta_tensors(meta)
@@ -248,13 +271,6 @@ class _Region:
             self.swapped = []
             _replaying = enclosing
             te.restore(outer)
-
-    def _put_back(self, before: _Queues, firsts: list[bool]) -> None:
-        self._te.take_appended(before)
-        for queue, old in before:
-            queue.clear()
-            queue.extend(old)
-        self._te.firsts[:] = firsts
 
 
 def _first_is_given() -> bool:
@@ -316,12 +332,17 @@ def prepare_replayed_call(
 
     @functools.wraps(prepare_forward)
     def wrapper(self: Any, inp: Any, num_gemms: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if te.phase()[1]:
+        region, replaying = te.phase()
+        if replaying:
             _take_ambient_state(self, te, num_gemms)
             if _replaying is not None and self.fp8:
                 _replaying.swapped.append(self.fp8_meta)
                 if _replaying.first and _replaying.first_once:
                     _give_first_once(_replaying, self, te, inp)
+        if region and _calls is not None and te.manager.is_fp8_enabled():
+            meta = self.fp8_meta
+            if id(meta) not in _calls:
+                _calls[id(meta)] = (meta, tuple(te.queue_of(meta)), bool(_parameters(self)))
         return prepare_forward(self, inp, num_gemms, *args, **kwargs)
 
     return wrapper
@@ -338,15 +359,19 @@ def _take_ambient_state(module: Any, te: RecomputeState, num_gemms: int) -> None
     module.init_fp8_metadata(num_gemms=num_gemms)
 
 
+def _parameters(module: Any) -> list[Any]:
+    """Attention has none, and never takes the first-module flag."""
+    return [item for item in module._parameters.values() if item is not None]
+
+
 def _give_first_once(region: _Region, module: Any, te: RecomputeState, inp: Any) -> None:
     import torch
 
     if region.first_given:
         te.manager.is_first_fp8_module()
         return
-    parameters = [item for item in module._parameters.values() if item is not None]
+    parameters = _parameters(module)
     wanted = inp.requires_grad or any(item.requires_grad for item in parameters)
-    # Attention has no parameters and never takes the flag.
     region.first_given = bool(parameters) and wanted and torch.is_grad_enabled()
 
 
@@ -362,16 +387,18 @@ def nest_enter(enter: Callable[..., Any], te: RecomputeState) -> Callable[..., A
     def wrapper(self: Any) -> Any:
         outer = te.phase()
         inside_replay = outer[1] and self.activation_recompute and not self.recompute_phase
-        queues = te.queues() if inside_replay else None
+        global _calls
         try:
             result = enter(self)
         except BaseException:
             te.set_phase(*outer)
             raise
+        before = _calls
         if inside_replay:
+            _calls = {}
             te.set_phase(True, True)
             te.firsts.insert(0, te.firsts.pop() and not _first_is_given())
-        self.__dict__.setdefault(_BEFORE, []).append((outer, queues))
+        self.__dict__.setdefault(_BEFORE, []).append((outer, inside_replay, before))
         return result
 
     return wrapper
@@ -385,12 +412,14 @@ def nest_exit(leave: Callable[..., Any], te: RecomputeState) -> Callable[..., An
 
     @functools.wraps(leave)
     def wrapper(self: Any, *exc_details: Any) -> Any:
+        global _calls
         result = leave(self, *exc_details)
         entries = self.__dict__.get(_BEFORE)
         if entries:
-            outer, queues = entries.pop()
-            if queues is not None:
-                _put_in_front(_taken(queues))
+            outer, inside_replay, before = entries.pop()
+            if inside_replay:
+                _put_in_front(te.taken(_calls or {}))
+                _calls = before
             te.set_phase(*outer)
         return result
 

@@ -198,6 +198,34 @@ class TestExact:
             found = train(precision, lambda layers, x: forward(layers, x, checkpoint), kinds=kinds)
             check_same(found, right)
 
+    @LAYER
+    def test_a_region_of_fp8_attention_before_the_first_linear(self, layer: str) -> None:
+        """Attention stashes scales, and never takes the first-module flag."""
+        recipe = RECIPES["delayed"](fp8_dpa=True)
+
+        def run(way: Way) -> list[dict[str, torch.Tensor]]:
+            layers = Layers(Precision("delayed"), ("TELinear",))
+            attention = regions.te.DotProductAttention(2, HIDDEN // 2, attn_mask_type="causal")
+
+            def attend(x: torch.Tensor) -> torch.Tensor:
+                heads = x.view(-1, 1, 2, HIDDEN // 2)
+                out: torch.Tensor = attention(heads, heads, heads).view(x.shape)
+                return out
+
+            results = []
+            for step in range(3):
+                x = leaf(step)
+                with regions.fp8_autocast(True, fp8_recipe=recipe):
+                    out = way(lambda x: layers.run(x), way(attend, x))
+                (out * random(TOKENS, HIDDEN, seed=step)).sum().backward()
+                results.append({"input gradient": x.grad, **layers.main_grads(), **layers.scales()})
+            return results
+
+        right = truth(lambda: run(plain))
+        assert any("scaling_bwd scale" in k and (v != 1).any() for k, v in right[-1].items())
+        with installed_or_failing(layer, "input gradient"):
+            check_same(run(checkpoint), right)
+
     @pytest.mark.parametrize("way", [plain, checkpoint])
     def test_without_quantization_nothing_changes(self, installed: Any, way: Way) -> None:
         precision = Precision(None)
