@@ -17,12 +17,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 from megatron.quant_state.errors import InputError
 from megatron.quant_state.model import ModelDescription, error_to_json
+from megatron.quant_state.package_info import PACKAGE_NAME, __version__
 from megatron.quant_state.replays import replays_in_another_precision
 
 __all__ = ["RUNS", "main"]
@@ -114,7 +114,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             "python": ".".join(map(str, sys.version_info[:3])),
             "torch": torch.__version__,
             "megatron-core": megatron_version(),
-            "megatron-quant-state": version("megatron-quant-state"),
+            PACKAGE_NAME: __version__,
         },
     )
     for step in range(1, given["steps"] + 1):

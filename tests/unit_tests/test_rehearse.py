@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -248,6 +249,26 @@ def test_what_megatron_refuses_in_a_worker_has_its_place(
     assert list(temporary.iterdir()) == []
 
 
+def test_every_run_checks_the_full_model(tiny: str, tmp_path: Path) -> None:
+    """Else the words of a refusal would depend on which of two processes is faster."""
+    full = load_model(tiny, ["tensor_model_parallel_size=3"])
+    given = {"full": full.to_dict(), "twin": load_model(tiny).to_dict(), "steps": 1}
+    (tmp_path / "job.json").write_text(json.dumps(given))
+    worker = reference.start(
+        ["-m", "megatron.quant_state.train", str(tmp_path), "no_cache"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    # Not communicate(), which closes stdin, and that ends a worker.
+    code = worker.wait(timeout=300)
+    said = worker.communicate()[0]
+    assert code == 2, said
+    (event,) = (tmp_path / "no_cache" / "events.jsonl").read_text().splitlines()
+    assert json.loads(event)["event"] == "refused"
+    assert "multiple of tensor_model_parallel_size" in json.loads(event)["error"]["message"]
+
+
 def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
@@ -295,23 +316,27 @@ def test_a_signal_ends_the_workers_too(
     tiny: str, temporary: Path, number: signal.Signals, code: int, said: str | None
 ) -> None:
     command = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "rehearse", tiny],
+        # So many steps that no worker ends by itself.
+        [sys.executable, "-c", COMMAND, "rehearse", tiny, "--steps", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    workers: list[int] = []
     try:
         workers = wait_for(lambda: len(found := children(command.pid)) == 2 and found)
         assert len(list(temporary.iterdir())) == 1
         command.send_signal(number)
         out, err = command.communicate(timeout=60)
+        # Nobody kills the workers of a killed command, nor one that was about to start.
+        wait_for(lambda: none_running(workers), seconds=120)
     finally:
         command.kill()
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)
     assert command.returncode == code
     assert out == ""
     assert err.splitlines() == ["rehearse: starting", *([said] if said else [])]
-    # Nobody kills the workers of a killed command, nor one that was about to start.
-    wait_for(lambda: none_running(workers))
     assert number == signal.SIGKILL or list(temporary.iterdir()) == []
 
 
