@@ -16,20 +16,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
 from megatron.quant_state.errors import InputError
 from megatron.quant_state.model import ModelDescription, error_to_json
 from megatron.quant_state.package_info import PACKAGE_NAME, __version__
+from megatron.quant_state.replays import replays_in_another_precision
 
 __all__ = ["RUNS", "main"]
 
 #: What a process can train, and how it differs from the release as it is.
 RUNS = {
-    "truth": "the release's own cache, refreshed every step, main_grad never overwritten",
-    "no_cache": "the release with disable_parameter_transpose_cache: no cache, no overwriting",
+    "truth": "the release's own cache, refreshed every step, main_grad never overwritten, regions "
+    "replayed in the precision of their forward",
+    "no_cache": "the release with disable_parameter_transpose_cache: no cache, no overwriting; "
+    "replays as in the truth",
     "release": "the release; its optimizer is handed the truth's gradients",
     "quant_state": "the release with megatron.quant_state installed",
 }
@@ -85,6 +88,8 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     build.initialize_single_process(_SEED)
     # In every run, so that the same words come whichever of two ends first.
     build.check_model(ModelDescription.from_dict(given["full"]))
+    if run in ("truth", "no_cache"):
+        _replay_in_the_precision_of_the_forward()
     if run == "truth":
         reference.never_overwrite(True)
     elif run == "no_cache":
@@ -98,6 +103,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     chunk = build.build_ddp(model, twin)
     optimizer = build.build_optimizer([chunk], twin)
     build.connect_schedule([chunk], optimizer)
+    modules = {id(module): name for name, module in model.named_modules()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _write(
         events,
@@ -113,6 +119,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     )
     for step in range(1, given["steps"] + 1):
         reference.counters.reset()
+        reference.record_calls(True)
         start = time.perf_counter()
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -130,6 +137,9 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             micro_batch_size=twin.micro_batch_size,
             forward_only=False,
         )
+        replays = replays_in_another_precision(reference.calls, modules, step)
+        reference.record_calls(False)
+        reference.calls.clear()
         flat = torch.cat([p.main_grad.detach().float().flatten() for _, p in named])
         numpy.save(job / run / f"step{step}.npy", flat.numpy())
         if run == "release":
@@ -149,7 +159,22 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             weight_quantizations_least=len(reference.counters.weights_used),
             stale_reads=reference.counters.stale_reads,
             empty_reads=reference.counters.empty_reads,
+            replays_in_another_precision=[asdict(replay) for replay in replays],
         )
+
+
+def _replay_in_the_precision_of_the_forward() -> None:
+    """The layer's patches of recompute alone: a truth that is replayed in BF16 would be none."""
+    from transformer_engine.pytorch import distributed
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    from megatron.quant_state.install import RECOMPUTE_PATCHES
+    from megatron.quant_state.patching import apply_patches
+    from megatron.quant_state.recompute import RecomputeState
+    from megatron.quant_state.recompute_probe import megatron_restores_precision
+
+    if not megatron_restores_precision(RecomputeState(FP8GlobalStateManager, distributed)):
+        apply_patches(RECOMPUTE_PATCHES)
 
 
 def _batches(twin: ModelDescription, step: int) -> Iterator[Any]:

@@ -21,7 +21,8 @@ without any weight cache). Every main_grad is compared byte for byte.
 """
 
 _EPILOG = """\
-exit code: 0 the gradients with quant_state are exact; 1 they are not; 2 bad input, or no answer
+exit code: 0 with quant_state the gradients are exact and every recomputed region is replayed in the
+precision of its forward; 1 otherwise; 2 bad input, or no answer
 
 examples:
   quant-state rehearse deepseek-v3-mtp2

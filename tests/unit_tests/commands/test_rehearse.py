@@ -153,7 +153,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--format {table,json,html}" in words
     assert "a YAML file, or one of deepseek-v3, deepseek-v3-mtp2, qwen3-30b-a3b" in words
     assert "optimizer steps (default 3)" in words
-    assert "0 the gradients with quant_state are exact; 1 they are not; 2 bad input" in words
+    assert "exit code: 0 with quant_state the gradients are exact" in words
+    assert "1 otherwise; 2 bad input, or no answer" in words
     assert "quant-state rehearse deepseek-v3-mtp2\n" in text
 
 
