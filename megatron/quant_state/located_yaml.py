@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,20 @@ import yaml
 
 from megatron.quant_state.errors import InputError, Location
 
-__all__ = ["LocatedDocument", "nearest", "parse_yaml", "read_text", "read_yaml"]
+__all__ = [
+    "DuplicateKeyError",
+    "LocatedDocument",
+    "nearest",
+    "parse_yaml",
+    "read_text",
+    "read_yaml",
+]
 
 #: A path of mapping keys and list indices from the root, e.g. ``("ddp", "bucket_size")``.
 KeyPath = tuple[Any, ...]
+
+#: Called with a key given twice in one mapping, where it stands, and where it stood before.
+OnDuplicate = Callable[[Any, Location, Location], None]
 
 _CORE_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -25,6 +35,10 @@ _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 
 # Aliases share nodes, so a few lines can stand for billions of values.
 _MOST_VALUES = 100_000
+
+
+class DuplicateKeyError(InputError):
+    """A mapping has a key twice; YAML readers keep the last one and say nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +100,17 @@ def read_yaml(path: str | Path) -> LocatedDocument:
     return parse_yaml(read_text(path), str(path))
 
 
-def parse_yaml(text: str, file: str) -> LocatedDocument:
-    """Plain values and locations of YAML text; ``file`` is the name that locations carry.
+def parse_yaml(text: str, file: str, on_duplicate: OnDuplicate | None = None) -> LocatedDocument:
+    """Plain values and locations of YAML text.
 
-    An empty document has the value None.
+    An empty document has the value None. Keys stand in the order in which PyYAML has them, those
+    of a ``<<`` merge first.
+
+    Args:
+        text: the document.
+        file: the name that locations carry.
+        on_duplicate: told of a duplicate key, whose last value then counts, as it does for PyYAML;
+            None refuses it.
 
     Raises:
         InputError: malformed YAML, a duplicate or unusable key, a tag beyond YAML's core types.
@@ -98,7 +119,7 @@ def parse_yaml(text: str, file: str) -> LocatedDocument:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return LocatedDocument(None)
-        reader = _Reader(file)
+        reader = _Reader(file, on_duplicate)
         return LocatedDocument(reader.value(root, ()), reader.locations)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -118,8 +139,9 @@ def parse_yaml(text: str, file: str) -> LocatedDocument:
 class _Reader:
     """Turns composed nodes into values; one object a document."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, on_duplicate: OnDuplicate | None) -> None:
         self.file = file
+        self.on_duplicate = on_duplicate
         self.locations: dict[KeyPath, Location] = {}
         self.values_read = 0
         self.construct = yaml.SafeLoader("")
@@ -157,27 +179,44 @@ class _Reader:
         if node.tag != "tag:yaml.org,2002:map":
             raise InputError(f"the tag {_short(node.tag)} cannot be used here", self.at(node))
         values: dict[Any, Any] = {}
-        own: dict[Any, Location] = {}
-        merged: list[yaml.Node] = []
-        for key_node, value_node in node.value:
-            if key_node.tag == _MERGE_TAG:
-                is_list = isinstance(value_node, yaml.SequenceNode)
-                merged += value_node.value if is_list else [value_node]
-                continue
-            key, where = self.key(key_node)
-            if key in own:
-                message = f"duplicate key '{key}', first given at line {own[key].line}"
-                raise InputError(f"{message}; keep one of them", where)
-            own[key] = where
+        pairs = [(*self.key(key_node), value_node) for key_node, value_node in self.own(node)]
+        own = self.first_places(pairs)
+        for key, where, value_node in self.merged(node):
+            if key not in values and key not in own:
+                self.add(values, (*path, key), where, value_node)
+            elif key in own:
+                values[key] = None  # merged keys come first, with the own value
+        for key, where, value_node in pairs:
             self.add(values, (*path, key), where, value_node)
-        for source in merged:
-            if not isinstance(source, yaml.MappingNode):
-                raise InputError("'<<' merges a mapping, found something else", self.at(source))
-            for key_node, value_node in source.value:
-                key, where = self.key(key_node)
-                if key not in values:
-                    self.add(values, (*path, key), where, value_node)
         return values
+
+    def own(self, node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+        return [pair for pair in node.value if pair[0].tag != _MERGE_TAG]
+
+    def merged(self, node: yaml.MappingNode) -> list[tuple[Any, Location, yaml.Node]]:
+        """What ``<<`` brings in: keys, places and values; of equal keys the first one counts."""
+        found = []
+        for key_node, value_node in node.value:
+            if key_node.tag != _MERGE_TAG:
+                continue
+            is_list = isinstance(value_node, yaml.SequenceNode)
+            for source in value_node.value if is_list else [value_node]:
+                if not isinstance(source, yaml.MappingNode):
+                    raise InputError("'<<' merges a mapping, found something else", self.at(source))
+                found += [(*self.key(key), value) for key, value in self.own(source)]
+                found += self.merged(source)
+        return found
+
+    def first_places(self, pairs: list[tuple[Any, Location, yaml.Node]]) -> dict[Any, Location]:
+        places: dict[Any, Location] = {}
+        for key, where, _ in pairs:
+            if key in places and self.on_duplicate is None:
+                message = f"duplicate key '{key}', first given at line {places[key].line}"
+                raise InputError(f"{message}; keep one of them", where)
+            if key in places and self.on_duplicate is not None:
+                self.on_duplicate(key, where, places[key])
+            places.setdefault(key, where)
+        return places
 
     def add(self, to: dict[Any, Any], path: KeyPath, where: Location, node: yaml.Node) -> None:
         self.locations[path] = where
