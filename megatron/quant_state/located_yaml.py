@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,6 @@ __all__ = [
 
 #: A path of mapping keys and list indices from the root, e.g. ``("ddp", "bucket_size")``.
 KeyPath = tuple[Any, ...]
-
-#: Called with a key given twice in one mapping, where it stands, and where it stood before.
-OnDuplicate = Callable[[Any, Location, Location], None]
 
 _CORE_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -100,26 +97,21 @@ def read_yaml(path: str | Path) -> LocatedDocument:
     return parse_yaml(read_text(path), str(path))
 
 
-def parse_yaml(text: str, file: str, on_duplicate: OnDuplicate | None = None) -> LocatedDocument:
-    """Plain values and locations of YAML text.
+def parse_yaml(text: str, file: str) -> LocatedDocument:
+    """Plain values and locations of YAML text; ``file`` is the name that locations carry.
 
     An empty document has the value None. Keys stand in the order in which PyYAML has them, those
     of a ``<<`` merge first.
 
-    Args:
-        text: the document.
-        file: the name that locations carry.
-        on_duplicate: told of a duplicate key, whose last value then counts, as it does for PyYAML;
-            None refuses it.
-
     Raises:
-        InputError: malformed YAML, a duplicate or unusable key, a tag beyond YAML's core types.
+        DuplicateKeyError: a mapping has a key twice.
+        InputError: malformed YAML, an unusable key, a tag beyond YAML's core types.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return LocatedDocument(None)
-        reader = _Reader(file, on_duplicate)
+        reader = _Reader(file)
         return LocatedDocument(reader.value(root, ()), reader.locations)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -139,9 +131,8 @@ def parse_yaml(text: str, file: str, on_duplicate: OnDuplicate | None = None) ->
 class _Reader:
     """Turns composed nodes into values; one object a document."""
 
-    def __init__(self, file: str, on_duplicate: OnDuplicate | None) -> None:
+    def __init__(self, file: str) -> None:
         self.file = file
-        self.on_duplicate = on_duplicate
         self.locations: dict[KeyPath, Location] = {}
         self.values_read = 0
         self.construct = yaml.SafeLoader("")
@@ -149,10 +140,13 @@ class _Reader:
     def at(self, node: yaml.Node) -> Location:
         return Location(self.file, node.start_mark.line + 1, node.start_mark.column + 1)
 
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.values_read += 1
+    def count(self, values: int) -> None:
+        self.values_read += values
         if self.values_read > _MOST_VALUES:
             raise InputError(f"more than {_MOST_VALUES} values", Location(self.file))
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.count(1)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -180,12 +174,11 @@ class _Reader:
             raise InputError(f"the tag {_short(node.tag)} cannot be used here", self.at(node))
         values: dict[Any, Any] = {}
         pairs = [(*self.key(key_node), value_node) for key_node, value_node in self.own(node)]
-        own = self.first_places(pairs)
+        self.check_duplicates(pairs)
+        # As in PyYAML, what is merged comes first, and what the mapping says itself wins.
         for key, where, value_node in self.merged(node):
-            if key not in values and key not in own:
+            if key not in values:
                 self.add(values, (*path, key), where, value_node)
-            elif key in own:
-                values[key] = None  # merged keys come first, with the own value
         for key, where, value_node in pairs:
             self.add(values, (*path, key), where, value_node)
         return values
@@ -203,20 +196,20 @@ class _Reader:
             for source in value_node.value if is_list else [value_node]:
                 if not isinstance(source, yaml.MappingNode):
                     raise InputError("'<<' merges a mapping, found something else", self.at(source))
-                found += [(*self.key(key), value) for key, value in self.own(source)]
-                found += self.merged(source)
+                self.count(len(source.value))
+                own = [(*self.key(key), value) for key, value in self.own(source)]
+                own_keys = {key for key, _, _ in own}
+                found += [item for item in self.merged(source) if item[0] not in own_keys]
+                found += own
         return found
 
-    def first_places(self, pairs: list[tuple[Any, Location, yaml.Node]]) -> dict[Any, Location]:
+    def check_duplicates(self, pairs: list[tuple[Any, Location, yaml.Node]]) -> None:
         places: dict[Any, Location] = {}
         for key, where, _ in pairs:
-            if key in places and self.on_duplicate is None:
+            if key in places:
                 message = f"duplicate key '{key}', first given at line {places[key].line}"
-                raise InputError(f"{message}; keep one of them", where)
-            if key in places and self.on_duplicate is not None:
-                self.on_duplicate(key, where, places[key])
-            places.setdefault(key, where)
-        return places
+                raise DuplicateKeyError(f"{message}; keep one of them", where)
+            places[key] = where
 
     def add(self, to: dict[Any, Any], path: KeyPath, where: Location, node: yaml.Node) -> None:
         self.locations[path] = where
