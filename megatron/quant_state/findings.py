@@ -62,7 +62,8 @@ class Finding:
         message: what was found and what it causes.
         remedy: what to do, as an imperative.
         location: where in the user's file, if there is a place.
-        modules: folded names of the modules meant; empty where the recipe alone tells.
+        modules: names of the modules meant, with the model's own layer numbers; empty where the
+            recipe alone tells.
     """
 
     code: str

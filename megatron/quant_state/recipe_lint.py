@@ -19,8 +19,9 @@ _OPEN_INDEX = re.compile(r"layers\.(\d+)\*")
 
 @dataclass(frozen=True)
 class LintedRecipe:
-    """A recipe, None where Megatron would refuse it, and all that is wrong with it."""
+    """A recipe file, its recipe (None where Megatron would refuse it), and all that is wrong."""
 
+    file: str
     recipe: Recipe | None
     findings: tuple[Finding, ...]
 
@@ -37,7 +38,8 @@ def lint_recipe(path: str) -> LintedRecipe:
 def lint_parsed(parsed: ParsedRecipe) -> LintedRecipe:
     """All findings of a parsed recipe, errors first."""
     findings = in_order([*parsed.findings, *_of_rules(parsed.readable)])
-    return LintedRecipe(parsed.readable if parsed.usable else None, tuple(findings))
+    recipe = parsed.readable if parsed.usable else None
+    return LintedRecipe(parsed.readable.file, recipe, tuple(findings))
 
 
 def _of_rules(recipe: Recipe) -> Iterator[Finding]:

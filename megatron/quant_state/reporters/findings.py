@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.quant_state.findings import Finding
+from megatron.quant_state.reporters.folding import fold_names
 
 __all__ = ["LINT_SCHEMA", "findings_summary", "findings_text", "render_json", "render_table"]
 
@@ -29,8 +30,9 @@ def findings_text(findings: Sequence[Finding]) -> str:
         where = f"{item.location}: " if item.location else ""
         lines.append(f"{where}{item.severity} {item.code}: {item.message}")
         if item.modules:
-            more = len(item.modules) - _MOST_MODULES
-            names = [*item.modules[:_MOST_MODULES], *([f"{more} more"] if more > 0 else [])]
+            folded = [name for name, _ in fold_names(item.modules)]
+            more = len(folded) - _MOST_MODULES
+            names = [*folded[:_MOST_MODULES], *([f"{more} more rows"] if more > 0 else [])]
             lines.append(f"    modules: {', '.join(names)}")
         lines.append(f"    {item.remedy}")
     return "".join(f"{line}\n" for line in lines)
