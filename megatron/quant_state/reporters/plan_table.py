@@ -19,8 +19,8 @@ from megatron.quant_state.reporters.plan import COLUMNS, plan_rows, total_rows
 
 __all__ = ["render_plan"]
 
-# Wide enough for every column of a large model without a fold.
-_PIPED_WIDTH = 200
+# More than any row needs: what is piped is searched and cut by other programs, so nothing folds.
+_PIPED_WIDTH = 1000
 _NUMBERS = ("count", "calls", "parameters")
 _FOLDS = ("module (global layer)", "rule", "local", "class")
 
@@ -48,7 +48,9 @@ def render_plan(
     if stage is not None:
         console.print(Text(f"stage {stage}: {len(modules)} TE linears"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in COLUMNS:
+    # Without a pipeline, local numbers are the model's own.
+    shown = [i for i, heading in enumerate(COLUMNS) if heading != "local" or len(plan.stages) > 1]
+    for heading in (COLUMNS[i] for i in shown):
         table.add_column(
             heading,
             justify="right" if heading in _NUMBERS else "left",
@@ -56,7 +58,7 @@ def render_plan(
             no_wrap=heading not in _FOLDS,
         )
     for row in plan_rows(modules):
-        table.add_row(*(Text(text) for text in row.texts))
+        table.add_row(*(Text(row.texts[i]) for i in shown))
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     for what, value in total_rows(plan):
