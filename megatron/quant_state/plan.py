@@ -42,7 +42,6 @@ _CONFIG_FIELDS = (
     "num_layers_at_start_in_bf16",
     "num_moe_experts",
     "recompute_granularity",
-    "use_transformer_engine_op_fuser",
 )
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.)")

@@ -274,7 +274,8 @@ def _evaluation_differs(case: _Case) -> Iterator[Finding]:
 
 
 def _fused_mlp(case: _Case) -> Iterator[Finding]:
-    if not case.plan.config.get("use_transformer_engine_op_fuser"):
+    # Of the description: the twin has switched it off.
+    if not case.description.transformer_config.get("use_transformer_engine_op_fuser"):
         return
     where = case.place("use_transformer_engine_op_fuser")
     fused: dict[tuple[str, str], list[PlannedModule]] = {}

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.quant_state.errors import InputError
 from megatron.quant_state.findings import Finding, finding, in_order
 from megatron.quant_state.globs import covers
 from megatron.quant_state.recipe import Recipe, Rule
 from megatron.quant_state.recipe_reader import ParsedRecipe, read_recipe, shown
 
-__all__ = ["LintedRecipe", "lint_parsed", "lint_recipe"]
+__all__ = ["LintedRecipe", "check_recipe", "lint_parsed", "lint_recipe", "shadowed"]
 
 _OPEN_INDEX = re.compile(r"layers\.(\d+)\*")
 
@@ -33,6 +34,21 @@ def lint_recipe(path: str) -> LintedRecipe:
         InputError: the file cannot be read.
     """
     return lint_parsed(read_recipe(path))
+
+
+def check_recipe(path: str) -> None:
+    """Refuse a recipe with errors, for what should not run with it.
+
+    Raises:
+        InputError: the file cannot be read, or its first error, in the finding's own words.
+    """
+    errors = [item for item in lint_recipe(path).findings if item.severity == "error"]
+    if errors:
+        first = errors[0]
+        message = f"{first.severity} {first.code}: {first.message}. {first.remedy}"
+        if len(errors) > 1:
+            message += f" ({len(errors) - 1} more: `quant-state lint {path}`)"
+        raise InputError(message, first.location)
 
 
 def lint_parsed(parsed: ParsedRecipe) -> LintedRecipe:
