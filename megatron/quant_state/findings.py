@@ -14,7 +14,8 @@ __all__ = ["CODES", "Finding", "Severity", "finding", "finding_from_dict", "has_
 Severity = Literal["error", "warning"]
 
 #: Every code with its severity and its title. A code never changes its meaning: scripts and CI
-#: filter by it. QS1xx can be told from the recipe alone, QS2xx need the model.
+#: filter by it. QS1xx can be told from the recipe alone, QS2xx need the model, QS3xx need what
+#: the user compares with.
 CODES: Mapping[str, tuple[Severity, str]] = {
     "QS101": ("error", "malformed YAML"),
     "QS102": ("error", "duplicate key"),
@@ -50,6 +51,11 @@ CODES: Mapping[str, tuple[Severity, str]] = {
     "QS259": ("warning", "format or recipe other than the global one"),
     "QS260": ("warning", "repeated modules without this layer"),
     "QS261": ("warning", "modules that the wrappers never see"),
+    "QS301": ("error", "expected precision that does not hold"),
+    "QS302": ("error", "expectation that matches nothing"),
+    "QS303": ("error", "quantized although nothing else was expected to be"),
+    "QS311": ("error", "decided otherwise than in the other plan"),
+    "QS312": ("error", "module that only one of two plans has"),
 }
 
 

@@ -22,13 +22,14 @@ decides, what it runs in, how often, and which flag TE gets; then what is wrong 
 """
 
 _EPILOG = """\
-exit code: 0 clean, or warnings only; 1 an error was found; 2 a file cannot be read or the model
-cannot be built
+exit code: 0 clean, or warnings only; 1 an error was found, an expectation does not hold or the
+plan differs from the other; 2 a file cannot be read or the model cannot be built
 
 examples:
   quant-state plan deepseek-v3
   quant-state plan my_model.yaml --recipe recipe.yaml --stage pp=1
   quant-state plan qwen3-30b-a3b --set fp8_recipe=mxfp8 --format json --out plan.json
+  quant-state plan my_model.yaml --expect expect.yaml --same-as plan.json
 """
 
 
@@ -62,6 +63,16 @@ def add_parser(subparsers: Any) -> None:
         metavar="pp=I[,vp=J]",
         help="show the modules of one pipeline stage alone, counted from 0",
     )
+    parser.add_argument(
+        "--expect",
+        metavar="FILE",
+        help="patterns to precisions that must hold; a breach is an error",
+    )
+    parser.add_argument(
+        "--same-as",
+        metavar="PLAN",
+        help="a plan of --format json that must decide the same; a difference is an error",
+    )
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--out", metavar="FILE", help="write there instead of to stdout")
 
@@ -69,6 +80,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; the exit code."""
     from megatron.quant_state.errors import InputError, Location
+    from megatron.quant_state.expect import (
+        check_expectations,
+        check_same,
+        read_expectations,
+        read_plan,
+    )
     from megatron.quant_state.findings import has_errors
     from megatron.quant_state.model import load_model
     from megatron.quant_state.plan import make_plan
@@ -78,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron.quant_state.reporters import plan_json, plan_table
 
     description = load_model(args.model, args.overrides, recipe=args.recipe)
+    # Whatever cannot be read is said before the work is done.
+    expected = read_expectations(args.expect) if args.expect is not None else None
+    other = read_plan(args.same_as) if args.same_as is not None else None
     if args.out is not None:
         check_writable(args.out)
     linted = lint_recipe(description.recipe) if description.recipe is not None else None
@@ -91,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
         return 1
     with _progress() as progress:
         plan = make_plan(description, linted.recipe if linted else None, progress)
-    findings = lint_plan(plan, description, linted)
+    findings = list(lint_plan(plan, description, linted))
+    if expected is not None:
+        findings += check_expectations(plan, expected)
+    if other is not None:
+        findings += check_same(plan, args.same_as, other)
     if args.stage is not None and args.stage not in plan.stages:
         message = f"no stage '{args.stage}'; the model has {', '.join(plan.stages)}"
         raise InputError(message, Location("--stage"))

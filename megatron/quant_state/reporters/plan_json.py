@@ -8,25 +8,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron.quant_state.expect import PLAN_SCHEMA, decisions, fingerprint
 from megatron.quant_state.findings import Finding
 from megatron.quant_state.plan import Plan, PlannedModule
 
-__all__ = ["PLAN_SCHEMA", "render_plan"]
-
-PLAN_SCHEMA = "quant-state/plan/1"
+__all__ = ["render_plan"]
 
 
 def render_plan(plan: Plan, findings: Sequence[Finding], *, stage: str | None = None) -> str:
     """The plan and its findings as JSON; with ``stage``, only the modules of that one."""
     modules = [m for m in plan.modules if stage is None or m.stage == stage]
+    decided = decisions(plan)
     values: dict[str, Any] = {
         "schema": PLAN_SCHEMA,
         "model": plan.model,
         "recipe": plan.recipe,
+        "fingerprint": fingerprint(plan),
+        "stage": stage,
         "versions": dict(plan.versions),
         "stages": list(plan.stages),
         "num_microbatches": plan.num_microbatches,
-        "modules": [_module(module) for module in modules],
+        "modules": [{**_module(m), **decided[m.global_name]} for m in modules],
         "totals": plan.totals.to_dict(),
         "findings": [item.to_dict() for item in findings],
         "twin": [asdict(change) for change in plan.changes],
@@ -49,15 +51,8 @@ def _module(module: PlannedModule) -> dict[str, Any]:
         "mtp_depth": module.mtp_depth,
         "class": module.cls,
         "rule": rule,
-        "storage": module.storage,
-        "training": module.training,
-        "evaluation": module.evaluation,
         "ambient": module.ambient,
-        "calls_per_microbatch": module.calls,
-        "first_microbatch_flags": list(module.first_flags),
-        "later_microbatch_flags": list(module.later_flags),
         "recompute": bool(module.replays),
-        "recompute_precision": "/".join(module.replays) or None,
         "parameters": module.parameters,
         "weights": module.weights,
         "gemm_flops_per_token": module.flops,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron.quant_state.expect import fingerprint
 from megatron.quant_state.findings import Finding
 from megatron.quant_state.plan import Plan
 from megatron.quant_state.reporters.findings import findings_summary, findings_text
@@ -61,7 +62,7 @@ def render_plan(
         table.add_row(*(Text(row.texts[i]) for i in shown))
     console.print(table)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    for what, value in total_rows(plan):
+    for what, value in [*total_rows(plan), ("fingerprint", fingerprint(plan))]:
         table.add_row(what, value)
     console.print(table)
     # Not folded, so that an editor finds file:line:column at the start of a line.
