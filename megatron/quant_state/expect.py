@@ -187,15 +187,17 @@ def read_plan(path: str) -> dict[str, dict[str, Any]]:
         message = f"a plan of stage '{values['stage']}' alone; make it without --stage"
         raise InputError(message, Location(path))
     try:
-        keys = next(iter(values["modules"]), {}).keys() & _DECIDED
-        return {m["global_name"]: {key: m[key] for key in sorted(keys)} for m in values["modules"]}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(
-            f"a damaged plan: {type(error).__name__} {error}", Location(path)
-        ) from None
+        # A key that came later is missing in an older plan, and is not compared.
+        return {
+            str(module["global_name"]): {key: module[key] for key in _DECIDED if key in module}
+            for module in values["modules"]
+        }
+    except (KeyError, TypeError) as error:
+        message = f"a damaged plan: {type(error).__name__} {error}"
+        raise InputError(message, Location(path)) from None
 
 
-_DECIDED = {
+_DECIDED = (
     "storage",
     "training",
     "evaluation",
@@ -203,7 +205,7 @@ _DECIDED = {
     "calls_per_microbatch",
     "first_microbatch_flags",
     "later_microbatch_flags",
-}
+)
 
 
 def check_same(plan: Plan, path: str, other: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
