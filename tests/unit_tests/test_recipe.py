@@ -382,3 +382,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     )
     item = printed["findings"][0]
     assert (item["code"], item["file"], item["line"], item["column"]) == ("QS114", path, 6, 3)
+
+
+def test_the_documentation_lists_every_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    for code, (severity, title) in CODES.items():
+        assert f"| {code} | {severity} | {title} |" in text
