@@ -73,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="PLAN",
         help="a plan of --format json that must decide the same; a difference is an error",
     )
-    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--format", choices=("table", "json", "html"), default="table")
     parser.add_argument("--out", metavar="FILE", help="write there instead of to stdout")
 
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron.quant_state.plan_lint import lint_plan
     from megatron.quant_state.recipe_lint import lint_recipe
     from megatron.quant_state.reporters import findings as findings_reporter
-    from megatron.quant_state.reporters import plan_json, plan_table
+    from megatron.quant_state.reporters import plan_html, plan_json, plan_table
 
     description = load_model(args.model, args.overrides, recipe=args.recipe)
     # Whatever cannot be read is said before the work is done.
@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(message, Location("--stage"))
     if args.format == "json":
         text = plan_json.render_plan(plan, findings, stage=args.stage)
+    elif args.format == "html":
+        text = plan_html.render_plan(plan, findings, stage=args.stage)
     else:
         color = args.out is None and sys.stdout.isatty()
         text = plan_table.render_plan(plan, findings, stage=args.stage, color=color)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.quant_state.plan import Flags, Plan, PlannedModule
 from megatron.quant_state.reporters.folding import fold_names
 
-__all__ = ["COLUMNS", "PlanRow", "plan_rows", "total_rows"]
+__all__ = ["COLUMNS", "NUMBERS", "PlanRow", "plan_rows", "total_rows"]
 
 #: Headings of a row's texts.
 COLUMNS = (
@@ -27,6 +27,9 @@ COLUMNS = (
     "recompute",
     "parameters",
 )
+
+#: Those of them that are numbers.
+NUMBERS = ("count", "calls", "parameters")
 
 # More modules than this have too many stages and local numbers to list.
 _MOST_PLACES = 4

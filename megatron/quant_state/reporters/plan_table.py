@@ -16,13 +16,12 @@ from megatron.quant_state.expect import fingerprint
 from megatron.quant_state.findings import Finding
 from megatron.quant_state.plan import Plan
 from megatron.quant_state.reporters.findings import findings_summary, findings_text
-from megatron.quant_state.reporters.plan import COLUMNS, plan_rows, total_rows
+from megatron.quant_state.reporters.plan import COLUMNS, NUMBERS, plan_rows, total_rows
 
 __all__ = ["render_plan"]
 
 # More than any row needs: what is piped is searched and cut by other programs, so nothing folds.
 _PIPED_WIDTH = 1000
-_NUMBERS = ("count", "calls", "parameters")
 _FOLDS = ("module (global layer)", "rule", "local", "class")
 
 
@@ -54,7 +53,7 @@ def render_plan(
     for heading in (COLUMNS[i] for i in shown):
         table.add_column(
             heading,
-            justify="right" if heading in _NUMBERS else "left",
+            justify="right" if heading in NUMBERS else "left",
             overflow="fold",
             no_wrap=heading not in _FOLDS,
         )
