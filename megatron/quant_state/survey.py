@@ -3,7 +3,8 @@
 
 Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.survey JOB PART``.
 JOB is a folder with ``job.json``; PART is ``names``, the full model on the meta device, or
-``calls``, a run of the twin. Events go to ``JOB/PART/events.jsonl``, one JSON object a line.
+``calls``, a run of the twin. Events go to ``JOB/PART/events.jsonl``, one JSON object a line. The
+process ends at once when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 from megatron.quant_state.errors import InputError
 from megatron.quant_state.model import ModelDescription, error_to_json
+from megatron.quant_state.train import end_with_stdin
 
 __all__ = ["main"]
 
@@ -138,6 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=end_with_stdin, daemon=True).start()
     # Megatron's advice, once a stage; nobody reads it unless the process fails.
     logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

@@ -52,8 +52,13 @@ def run_workers(
     try:
         for name, arguments in workers.items():
             with (job / f"{name}.log").open("w") as log:
+                # A worker ends when its stdin is closed, also by our own death.
                 process = reference.start(
-                    arguments, stdout=log, stderr=subprocess.STDOUT, env=environment
+                    arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
                 )
             running[name] = process
             started.append(process)
@@ -74,7 +79,8 @@ def run_workers(
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            # Waits, and closes stdin.
+            process.communicate()
     return events
 
 
