@@ -25,7 +25,7 @@ from megatron.quant_state.model import ModelDescription, error_to_json
 from megatron.quant_state.package_info import PACKAGE_NAME, __version__
 from megatron.quant_state.replays import replays_in_another_precision
 
-__all__ = ["RUNS", "main"]
+__all__ = ["RUNS", "end_with_stdin", "main"]
 
 #: What a process can train, and how it differs from the release as it is.
 RUNS = {
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
     """
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    threading.Thread(target=end_with_stdin, daemon=True).start()
     job, run = Path(arguments[0]), arguments[1]
     out = job / run
     out.mkdir()
@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _end_with_stdin() -> None:
+def end_with_stdin() -> None:
+    """End this process at once when its stdin is closed; runs until then."""
     # The parent may be killed, which leaves it no time to kill us. Not sys.stdin, whose lock a
     # process that ends by itself would then wait for.
     while os.read(0, 1):

@@ -113,19 +113,23 @@ class Twin:
     changes: tuple[Change, ...]
 
 
-def build_twin(description: ModelDescription, *, keep_pipeline: bool = False) -> Twin:
+def build_twin(
+    description: ModelDescription, *, keep_pipeline: bool = False, keep_widths: bool = False
+) -> Twin:
     """The twin of a model; no width is ever made larger.
 
     Args:
         description: the full model.
         keep_pipeline: keep the pipeline split, for a plan of each stage; a run wants one process.
+        keep_widths: cut nothing, only fit one process: the full model's shapes, on the meta device.
 
     Raises:
         InputError: a width is not a number.
     """
     cutter = _Cutter(description)
-    _cut_attention(cutter)
-    _cut_mlp_and_experts(cutter)
+    if not keep_widths:
+        _cut_attention(cutter)
+        _cut_mlp_and_experts(cutter)
     _fit_one_process(cutter, keep_pipeline)
     return cutter.twin()
 

@@ -68,12 +68,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; the exit code."""
     from megatron.quant_state.model import load_model
+    from megatron.quant_state.recipe_lint import check_recipe
     from megatron.quant_state.rehearse import rehearse
     from megatron.quant_state.reporters import html, json_report, table
 
     description = load_model(
         args.model, args.overrides, recipe=args.recipe, num_microbatches=args.microbatches
     )
+    if description.recipe is not None:
+        check_recipe(description.recipe)
     if args.out is not None:
         check_writable(args.out)
     with _progress(args.steps) as progress:

@@ -124,7 +124,11 @@ def test_options_reach_the_rehearsal(
     rehearsed: Callable[[Any], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("configs: {}\nmatchers: {}\n")
+    recipe.write_text(
+        "configs:\n  bf16: {transformer_engine_config_type: TEQuantizationParams, "
+        "training_recipe: {}}\nmatchers:\n"
+        "  all: {enabled: true, type: glob, pattern: '*', config: bf16}\n"
+    )
     asked = rehearsed(EXACT)
     options = ["--set", "num_layers=4", "--set", "num_layers=5", "--recipe", str(recipe)]
     options += ["--steps", "7", "--microbatches", "6"]
