@@ -18,14 +18,14 @@ from megatron.quant_state.recompute_state import Calls, Queues, RecomputeState
 
 __all__ = ["keep_precision", "nest_enter", "nest_exit", "prepare_replayed_call"]
 
-# Places of two values in what ``FP8GlobalStateManager.get_autocast_state`` returns.
-_RECIPE, _FIRST = 2, 4
+# Place of is_first_fp8_module in what ``FP8GlobalStateManager.get_autocast_state`` returns.
+_FIRST = 4
 # In the ``__dict__`` of an activation_recompute_forward: what was there before each entry.
 _BEFORE = "_quant_state_before"
 
 # The region that is being replayed; an inner replay runs inside an outer one's backward or forward.
 _replaying: _Region | None = None
-# What the innermost forward that keeps scales has called so far.
+# What the innermost region's forward has called so far.
 _calls: Calls | None = None
 
 
@@ -79,7 +79,7 @@ class _Region:
         firsts = te.firsts
         waiting = firsts.copy()
         enclosing = _calls
-        calls = _calls = {} if te.keeps_scales(autocast[_RECIPE]) else None
+        calls = _calls = {}
         # A forward inside a replay repeats a part of what is replayed, so it takes the scales that
         # were stashed for that and leaves the phase alone.
         te.set_phase(True, replaying)
@@ -98,7 +98,7 @@ class _Region:
         self.first = bool(autocast[_FIRST]) and not _first_is_given()
         # Amaxes wait for the first module's backward. In a replay of TE's own each module is told
         # that it is the first, and so it stays.
-        if calls is not None and self.first and (not replaying or _replaying is not None):
+        if self.first and (not replaying or _replaying is not None):
             self.first_once = True
             if any(parameters for *_, parameters in calls.values()):
                 # Without recompute a module in here would have taken the flag by now.
@@ -107,10 +107,7 @@ class _Region:
         self._recorded = (state, depth, True, True)
         return outputs
 
-    def _take_stashes(self, calls: Calls | None, replaying: bool) -> Queues:
-        if calls is None:
-            # A module may have a delayed recipe of its own, and stash for the first time.
-            return self._te.take_all_stashed()
+    def _take_stashes(self, calls: Calls, replaying: bool) -> Queues:
         return self._te.taken(calls) if replaying else self._te.take_stashed(calls)
 
     def _replay(self, recorded: tuple[Any, int, bool, bool], args: tuple[Any, ...]) -> Any:

@@ -114,17 +114,6 @@ class RecomputeState:
         self.globals[self.region_name] = region
         self.globals[self.phase_name] = phase
 
-    def keeps_scales(self, recipe: Any) -> bool:
-        """Whether a module may stash scales: delayed scaling, now or in an earlier call."""
-        return bool(self._state.fp8_tensors_recompute_buffer) or recipe.delayed()
-
-    def take_all_stashed(self) -> Queues:
-        """Take out what all modules stashed, where nobody had stashed anything before."""
-        stashed = [(queue, tuple(queue)) for queue in self._state.fp8_tensors_recompute_buffer]
-        for queue, _ in stashed:
-            queue.clear()
-        return stashed
-
     def queue_of(self, meta: dict[str, Any]) -> Any:
         """The queue of stashed scales of a module, empty where it never stashed any."""
         position = meta.get(_QUEUE)
