@@ -299,6 +299,10 @@ def test_an_exception_in_a_replay_restores_the_scales(engine: Engine) -> None:
 
     replay = engine.forward(function)
     engine.forward(modules[0])
+    # Of a region of TE's own, whose replay is still to come.
+    queues = OldManager.fp8_tensors_recompute_buffer
+    for queue in queues:
+        queue.append(9)
     before = engine.te.save()
     assert len(calls) == 3
     calls.pop()
@@ -306,6 +310,7 @@ def test_an_exception_in_a_replay_restores_the_scales(engine: Engine) -> None:
         replay()
     assert engine.te.save() == before
     assert engine.te.firsts == []
+    assert [list(queue) for queue in queues] == [[9], [9]]
     # Scales as the forwards left them, and not as the replay took them.
     calls.clear()
     for module in modules:
