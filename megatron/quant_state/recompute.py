@@ -14,162 +14,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.quant_state.errors import UnsupportedVersionError
+from megatron.quant_state.recompute_state import Calls, Queues, RecomputeState
 
-__all__ = ["RecomputeState", "keep_precision", "nest_enter", "nest_exit", "prepare_replayed_call"]
+__all__ = ["keep_precision", "nest_enter", "nest_exit", "prepare_replayed_call"]
 
-# Globals of TE's ``pytorch/distributed.py``, from 2.19 on and before: inside a region, replaying.
-_GLOBALS = (
-    ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
-    ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
-)
 # Place of is_first_fp8_module in what ``FP8GlobalStateManager.get_autocast_state`` returns.
 _FIRST = 4
 # In the ``__dict__`` of an activation_recompute_forward: what was there before each entry.
 _BEFORE = "_quant_state_before"
 
-# Where a module's ``fp8_meta`` says which of TE's queues of stashed scales is its own.
-_QUEUE = "global_fp8_buffer_pos_fwd_recompute"
-
-#: A module's queue of stashed scales, and what is or was in it; delayed scaling only.
-_Queues = list[tuple[Any, tuple[Any, ...]]]
-#: Quantized modules that ran, by identity of their ``fp8_meta``: that, what was in the queue before
-#: the first call, and whether there are parameters.
-_Calls = dict[int, tuple[dict[str, Any], tuple[Any, ...], bool]]
-
 # The region that is being replayed; an inner replay runs inside an outer one's backward or forward.
 _replaying: _Region | None = None
-# What the innermost forward that keeps scales has called so far.
-_calls: _Calls | None = None
+# What the innermost region's forward has called so far.
+_calls: Calls | None = None
 
 
-class RecomputeState:
-    """TE's process-wide state that a region touches, whatever this TE calls it.
-
-    Args:
-        manager: TE's FP8GlobalStateManager. Its ``quantization_state`` (from 2.15 on) is looked up
-            at every use, since ``reset()`` replaces it.
-        distributed: TE's module ``pytorch/distributed.py``.
-
-    Raises:
-        UnsupportedVersionError: something is missing; the message names it.
-    """
-
-    def __init__(self, manager: Any, distributed: Any) -> None:
-        self.manager = manager
-        self._globals = vars(distributed)
-        found = [names for names in _GLOBALS if all(name in self._globals for name in names)]
-        depth_name = (
-            "autocast_depth" if hasattr(manager, "quantization_state") else "AUTOCAST_DEPTH"
-        )
-        self._depth_name = depth_name
-        context: Any = getattr(distributed, "activation_recompute_forward", None)
-        missing = [
-            f"FP8GlobalStateManager.{name}"
-            for name in (
-                "get_autocast_state",
-                "set_autocast_state",
-                "get_fp8_recipe",
-                "is_first_fp8_module",
-                "restore_fp8_meta_tensors",
-            )
-            if not callable(getattr(manager, name, None))
-        ]
-        missing += [
-            f"the manager's {name}"
-            for name in (depth_name, "fp8_tensors_recompute_buffer")
-            if not hasattr(self._state, name)
-        ]
-        if not found:
-            missing.append(f"the globals {' or '.join(map(' and '.join, _GLOBALS))}")
-        if not isinstance(getattr(context, "_is_first_fp8_module", None), list):
-            missing.append("the list activation_recompute_forward._is_first_fp8_module")
-        if missing:
-            raise UnsupportedVersionError(
-                f"transformer-engine has not, for activation recompute: {', '.join(missing)}. "
-                "Nothing was patched."
-            )
-        self._region, self._phase = found[0]
-        self._context = context
-
-    @property
-    def _state(self) -> Any:
-        return getattr(self.manager, "quantization_state", self.manager)
-
-    @property
-    def firsts(self) -> list[bool]:
-        """TE's own list of first-module flags, of regions that are still to be replayed."""
-        firsts: list[bool] = self._context._is_first_fp8_module
-        return firsts
-
-    def save(self) -> tuple[Any, int, bool, bool]:
-        """Autocast state as TE's manager returns it, autocast depth, region, phase."""
-        values = self._globals
-        return (
-            self.manager.get_autocast_state(),
-            getattr(self._state, self._depth_name),
-            values[self._region],
-            values[self._phase],
-        )
-
-    def restore(self, saved: tuple[Any, int, bool, bool]) -> None:
-        """Set all that :meth:`save` returned.
-
-        Unlike leaving an autocast this reduces no amax, and unlike leaving TE's own region it ends
-        nothing that is still going on.
-        """
-        autocast, depth, region, phase = saved
-        self.manager.set_autocast_state(autocast)
-        setattr(self._state, self._depth_name, depth)
-        self.set_phase(region, phase)
-
-    def phase(self) -> tuple[bool, bool]:
-        """Whether a region runs, and whether it is a replay."""
-        values = self._globals
-        return values[self._region], values[self._phase]
-
-    def set_phase(self, region: bool, phase: bool) -> None:
-        """Set what :meth:`phase` returns."""
-        self._globals[self._region] = region
-        self._globals[self._phase] = phase
-
-    def queue_of(self, meta: dict[str, Any]) -> Any:
-        """The queue of stashed scales of a module, empty where it never stashed any."""
-        position = meta.get(_QUEUE)
-        return () if position is None else self._state.fp8_tensors_recompute_buffer[position]
-
-    def take_stashed(self, calls: _Calls) -> _Queues:
-        """Take out what the calls appended to their modules' queues."""
-        stashed: _Queues = []
-        for meta, before, _ in calls.values():
-            queue = self.queue_of(meta)
-            count = len(queue) - len(before)
-            if count > 0:
-                items = [queue.pop() for _ in range(count)]
-                stashed.append((queue, tuple(reversed(items))))
-        return stashed
-
-    def taken(self, calls: _Calls) -> _Queues:
-        """What the calls took from the front of their modules' queues."""
-        found = ((self.queue_of(meta), before) for meta, before, _ in calls.values())
-        return [
-            (queue, old[: len(old) - len(queue)]) for queue, old in found if len(queue) < len(old)
-        ]
-
-
-def _put_in_front(stashes: _Queues) -> None:
+def _put_in_front(stashes: Queues) -> None:
     for queue, items in stashes:
         queue.extendleft(reversed(items))
-
-
-def _contents(stashes: _Queues) -> _Queues:
-    return [(queue, tuple(queue)) for queue, _ in stashes]
-
-
-def _put_back(contents: _Queues) -> None:
-    for queue, items in contents:
-        queue.clear()
-        queue.extend(items)
 
 
 class _Region:
@@ -194,11 +56,11 @@ class _Region:
         self._te = te
         self._function = function
         self._recorded: tuple[Any, int, bool, bool] | None = None
-        self._stashes: _Queues = []
+        self._stashes: Queues = []
         #: Whether the first module of the autocast, whose backward reduces amaxes, is in here.
         self.first = False
         #: Whether only one module may be told so.
-        self.first_once = True
+        self.first_once = False
         #: In a replay: whether a module has been told that it is the first.
         self.first_given = False
         #: In a replay: ``fp8_meta`` of the modules that have run, whose scales TE swaps meanwhile.
@@ -213,8 +75,9 @@ class _Region:
         global _calls
         te = self._te
         outer = te.save()
-        autocast, depth, _, replaying = outer
-        firsts = te.firsts.copy()
+        autocast, depth, region, replaying = outer
+        firsts = te.firsts
+        waiting = firsts.copy()
         enclosing = _calls
         calls = _calls = {}
         # A forward inside a replay repeats a part of what is replayed, so it takes the scales that
@@ -223,52 +86,55 @@ class _Region:
         try:
             outputs = self._function(*args)
         except BaseException:
-            te.take_stashed(calls)
-            _put_in_front(te.taken(calls))
+            self._take_stashes(calls, replaying)
             te.restore(outer)
             raise
         finally:
             _calls = enclosing
             # Gradients are off, so no region that was entered inside has a replay of its own.
-            te.firsts[:] = firsts
-        self._stashes = te.taken(calls) if replaying else te.take_stashed(calls)
-        te.set_phase(*outer[2:])
+            firsts[:] = waiting
+        te.set_phase(region, replaying)
+        self._stashes = self._take_stashes(calls, replaying)
         self.first = bool(autocast[_FIRST]) and not _first_is_given()
-        # In a replay of TE's own each module is told that it is the first, and so it stays.
-        self.first_once = not replaying or _replaying is not None
-        self._recorded = (
-            (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :]),
-            depth,
-            True,
-            True,
-        )
-        if self.first and self.first_once and any(parameters for *_, parameters in calls.values()):
-            # Without recompute a module in here would have taken the flag by now.
-            te.manager.is_first_fp8_module()
+        # Amaxes wait for the first module's backward. In a replay of TE's own each module is told
+        # that it is the first, and so it stays.
+        if self.first and (not replaying or _replaying is not None):
+            self.first_once = True
+            if any(parameters for *_, parameters in calls.values()):
+                # Without recompute a module in here would have taken the flag by now.
+                te.manager.is_first_fp8_module()
+        state = (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :])
+        self._recorded = (state, depth, True, True)
         return outputs
+
+    def _take_stashes(self, calls: Calls, replaying: bool) -> Queues:
+        return self._te.taken(calls) if replaying else self._te.take_stashed(calls)
 
     def _replay(self, recorded: tuple[Any, int, bool, bool], args: tuple[Any, ...]) -> Any:
         global _replaying
         te = self._te
         outer = te.save()
-        firsts, before = te.firsts.copy(), _contents(self._stashes)
+        waiting = te.firsts.copy()
+        stashes = self._stashes
+        before = [(queue, tuple(queue)) for queue, _ in stashes]
         enclosing = _replaying
         self.first_given = False
-        self.swapped = []
         _replaying = self
-        _put_in_front(self._stashes)
+        _put_in_front(stashes)
         te.restore(recorded)
         try:
             return self._function(*args)
         except BaseException:
-            _put_back(before)
-            te.firsts[:] = firsts
+            for queue, items in before:
+                queue.clear()
+                queue.extend(items)
+            te.firsts[:] = waiting
             for meta in self.swapped:
                 if "updated_scale_fwd" in meta:
                     te.manager.restore_fp8_meta_tensors(meta)
             raise
         finally:
-            self.swapped = []
+            self.swapped.clear()
             _replaying = enclosing
             te.restore(outer)
 
@@ -329,17 +195,17 @@ def prepare_replayed_call(
     Source: Transformer Engine 2.20.2, ``module/base.py: prepare_forward``,
     ``module/linear.py: _check_fp8_reduce_and_update``.
     """
+    values, phase_name = te.globals, te.phase_name
 
     @functools.wraps(prepare_forward)
     def wrapper(self: Any, inp: Any, num_gemms: int = 1, *args: Any, **kwargs: Any) -> Any:
-        region, replaying = te.phase()
-        if replaying:
+        if values[phase_name]:
             _take_ambient_state(self, te, num_gemms)
             if _replaying is not None and self.fp8:
                 _replaying.swapped.append(self.fp8_meta)
-                if _replaying.first and _replaying.first_once:
+                if _replaying.first_once:
                     _give_first_once(_replaying, self, te, inp)
-        if region and _calls is not None and te.manager.is_fp8_enabled():
+        if _calls is not None and te.manager.is_fp8_enabled():
             meta = self.fp8_meta
             if id(meta) not in _calls:
                 _calls[id(meta)] = (meta, tuple(te.queue_of(meta)), bool(_parameters(self)))

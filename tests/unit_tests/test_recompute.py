@@ -13,12 +13,12 @@ import torch
 
 from megatron.quant_state.errors import UnsupportedVersionError
 from megatron.quant_state.recompute import (
-    RecomputeState,
     keep_precision,
     nest_enter,
     nest_exit,
     prepare_replayed_call,
 )
+from megatron.quant_state.recompute_state import RecomputeState
 
 
 class OldManager:
@@ -128,7 +128,12 @@ class Engine:
         return replay
 
     def module(
-        self, name: str, calls: list[Any], *parameters: torch.Tensor, raises: int = 0
+        self,
+        name: str,
+        calls: list[Any],
+        *parameters: torch.Tensor,
+        raises: int = 0,
+        requires_grad: bool = False,
     ) -> Callable[[], None]:
         """A delayed-scaling module that notes the scale it computes with, and the flag.
 
@@ -160,7 +165,7 @@ class Engine:
         prepare = prepare_replayed_call(prepare_forward, self.te)
 
         def run() -> None:
-            prepare(module, torch.zeros(1))
+            prepare(module, torch.zeros(1, requires_grad=requires_grad))
             calls.append((name, meta["scale"], OldManager.IS_FIRST_FP8_MODULE))
             if len(calls) == raises:
                 raise InterruptedError
@@ -252,7 +257,7 @@ def test_one_module_of_a_replay_is_the_first(engine: Engine) -> None:
     calls: list[Any] = []
     weight = torch.zeros(1, requires_grad=True)
     modules = [
-        engine.module("attention", calls),
+        engine.module("attention", calls, requires_grad=True),
         engine.module("frozen", calls, torch.zeros(1)),
         engine.module("first", calls, torch.zeros(1), weight),
         engine.module("second", calls, weight),
@@ -265,21 +270,21 @@ def test_one_module_of_a_replay_is_the_first(engine: Engine) -> None:
             # As TE does in the phase of a replay, where the module has taken it.
             if torch.is_grad_enabled() and calls[-1][2]:
                 OldManager.IS_FIRST_FP8_MODULE = True
-        with engine.context(True, False):
-            firsts.append(engine.te.firsts[0])
+            # Whether a region of TE's own, after this module, would hold the first.
+            with engine.context(True, False):
+                firsts.append(engine.te.firsts[0])
 
     replay = engine.forward(function)
     calls.clear()
+    firsts.clear()
     replay()
+    assert firsts == [True, True, False, False]
     assert [(name, first) for name, _, first in calls] == [
         ("attention", True),
         ("frozen", True),
         ("first", True),
         ("second", False),
     ]
-    OldManager.IS_FIRST_FP8_MODULE = True
-    replay()
-    assert firsts[1:] == [False, False]
 
 
 def test_an_exception_in_a_replay_restores_the_scales(engine: Engine) -> None:
@@ -287,17 +292,25 @@ def test_an_exception_in_a_replay_restores_the_scales(engine: Engine) -> None:
     modules = [engine.module("a", calls), engine.module("b", calls, raises=4)]
 
     def function() -> None:
+        with engine.context(True, False):
+            pass
         for module in modules:
             module()
 
     replay = engine.forward(function)
     engine.forward(modules[0])
+    # Of a region of TE's own, whose replay is still to come.
+    queues = OldManager.fp8_tensors_recompute_buffer
+    for queue in queues:
+        queue.append(9)
     before = engine.te.save()
     assert len(calls) == 3
     calls.pop()
     with pytest.raises(InterruptedError):
         replay()
     assert engine.te.save() == before
+    assert engine.te.firsts == []
+    assert [list(queue) for queue in queues] == [[9], [9]]
     # Scales as the forwards left them, and not as the replay took them.
     calls.clear()
     for module in modules:
