@@ -171,7 +171,7 @@ def _replay_in_the_precision_of_the_forward() -> None:
 
     from megatron.quant_state.install import RECOMPUTE_PATCHES
     from megatron.quant_state.patching import apply_patches
-    from megatron.quant_state.recompute import RecomputeState
+    from megatron.quant_state.recompute_state import RecomputeState
     from megatron.quant_state.recompute_probe import megatron_restores_precision
 
     if not megatron_restores_precision(RecomputeState(FP8GlobalStateManager, distributed)):
