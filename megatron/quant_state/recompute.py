@@ -100,11 +100,14 @@ class _Region:
         # that it is the first, and so it stays.
         if self.first and (not replaying or _replaying is not None):
             self.first_once = True
-            if any(parameters for *_, parameters in calls.values()):
-                # Without recompute a module in here would have taken the flag by now.
-                te.manager.is_first_fp8_module()
-        state = (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :])
-        self._recorded = (state, depth, True, True)
+            for call in calls.values():
+                if _has_parameters(call[2]):
+                    # Without recompute a module in here would have taken the flag by now.
+                    te.manager.is_first_fp8_module()
+                    break
+        if self.first != autocast[_FIRST]:
+            autocast = (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :])
+        self._recorded = (autocast, depth, True, True)
         return outputs
 
     def _take_stashes(self, calls: Calls, replaying: bool) -> Queues:
@@ -208,7 +211,7 @@ def prepare_replayed_call(
         if _calls is not None and te.manager.is_fp8_enabled():
             meta = self.fp8_meta
             if id(meta) not in _calls:
-                _calls[id(meta)] = (meta, tuple(te.queue_of(meta)), bool(_parameters(self)))
+                _calls[id(meta)] = (meta, tuple(te.queue_of(meta)), self)
         return prepare_forward(self, inp, num_gemms, *args, **kwargs)
 
     return wrapper
@@ -225,20 +228,25 @@ def _take_ambient_state(module: Any, te: RecomputeState, num_gemms: int) -> None
     module.init_fp8_metadata(num_gemms=num_gemms)
 
 
-def _parameters(module: Any) -> list[Any]:
+def _has_parameters(module: Any) -> bool:
     """Attention has none, and never takes the first-module flag."""
-    return [item for item in module._parameters.values() if item is not None]
+    for parameter in module._parameters.values():  # noqa: SIM110 - a generator takes as long again
+        if parameter is not None:
+            return True
+    return False
 
 
 def _give_first_once(region: _Region, module: Any, te: RecomputeState, inp: Any) -> None:
-    import torch
-
     if region.first_given:
         te.manager.is_first_fp8_module()
         return
-    parameters = _parameters(module)
-    wanted = inp.requires_grad or any(item.requires_grad for item in parameters)
-    region.first_given = bool(parameters) and wanted and torch.is_grad_enabled()
+    import torch
+
+    wanted = inp.requires_grad or any(
+        parameter is not None and parameter.requires_grad
+        for parameter in module._parameters.values()
+    )
+    region.first_given = _has_parameters(module) and wanted and torch.is_grad_enabled()
 
 
 def nest_enter(enter: Callable[..., Any], te: RecomputeState) -> Callable[..., Any]:

@@ -20,8 +20,8 @@ _QUEUE = "global_fp8_buffer_pos_fwd_recompute"
 #: A module's queue of stashed scales, and what is or was in it; delayed scaling only.
 Queues = list[tuple[Any, tuple[Any, ...]]]
 #: Quantized modules that ran, by identity of their ``fp8_meta``: that, what was in the queue before
-#: the first call, and whether there are parameters.
-Calls = dict[int, tuple[dict[str, Any], tuple[Any, ...], bool]]
+#: the first call, and the module.
+Calls = dict[int, tuple[dict[str, Any], tuple[Any, ...], Any]]
 
 
 class RecomputeState:
@@ -122,6 +122,8 @@ class RecomputeState:
     def take_stashed(self, calls: Calls) -> Queues:
         """Take out what the calls appended to their modules' queues."""
         stashed: Queues = []
+        if not self._state.fp8_tensors_recompute_buffer:
+            return stashed
         for meta, before, _ in calls.values():
             queue = self.queue_of(meta)
             count = len(queue) - len(before)
@@ -132,6 +134,8 @@ class RecomputeState:
 
     def taken(self, calls: Calls) -> Queues:
         """What the calls took from the front of their modules' queues."""
+        if not self._state.fp8_tensors_recompute_buffer:
+            return []
         found = ((self.queue_of(meta), before) for meta, before, _ in calls.values())
         return [
             (queue, old[: len(old) - len(queue)]) for queue, old in found if len(queue) < len(old)

@@ -171,8 +171,8 @@ def _replay_in_the_precision_of_the_forward() -> None:
 
     from megatron.quant_state.install import RECOMPUTE_PATCHES
     from megatron.quant_state.patching import apply_patches
-    from megatron.quant_state.recompute_state import RecomputeState
     from megatron.quant_state.recompute_probe import megatron_restores_precision
+    from megatron.quant_state.recompute_state import RecomputeState
 
     if not megatron_restores_precision(RecomputeState(FP8GlobalStateManager, distributed)):
         apply_patches(RECOMPUTE_PATCHES)
