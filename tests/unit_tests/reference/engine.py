@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch  # First: it loads libraries that Transformer Engine links to.
 
 pytest.importorskip(
     "transformer_engine.pytorch",
     reason="run as: python -m megatron.quant_state.reference -m pytest",
 )
 
-import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
