@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+import torch  # First: it loads libraries that Transformer Engine links to.
+
 pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
 
-import torch
 
 try:
     from transformer_engine import reference as probe

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import torch
 
 from tests.gpu.gpt import REAL

@@ -4,27 +4,10 @@
 from __future__ import annotations
 
 import importlib.util
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # torch comes first: it loads libraries that Transformer Engine needs.
-    import torch  # noqa: F401
-
-    if importlib.util.find_spec("transformer_engine") is None:
-        return
-    if importlib.util.find_spec("transformer_engine.reference") is not None:
-        return
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.hookimpl(tryfirst=True)

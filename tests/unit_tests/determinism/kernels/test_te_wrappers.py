@@ -13,12 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
-
-from megatron.quant_state import Installation, install, weights_changed
-from megatron.quant_state.first_microbatch import _resolve_is_first_microbatch
-from tests.gpu import gpt
-from tests.gpu.gpt import DEVICE, REAL, FP8GlobalStateManager, probe, same_bits, torch
-
 from megatron.core.extensions import transformer_engine as wrappers
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig, RecipeConfig
 from megatron.core.transformer.module import MegatronModule
@@ -26,6 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import fp8_autocast
 from transformer_engine.pytorch.fp8 import fp8_model_init
+
+from megatron.quant_state import Installation, install, weights_changed
+from megatron.quant_state.first_microbatch import _resolve_is_first_microbatch
+from tests.gpu import gpt
+from tests.gpu.gpt import DEVICE, REAL, FP8GlobalStateManager, probe, same_bits, torch
 
 pytestmark = pytest.mark.gpu
 
