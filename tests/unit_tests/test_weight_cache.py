@@ -7,6 +7,7 @@ import copy
 import copyreg
 import dataclasses
 import importlib
+import inspect
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ pytest.importorskip(
 )
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 
 from megatron.quant_state import Installation, install, weights_changed
 from megatron.quant_state.build import build_model
@@ -670,6 +672,8 @@ ALL_STRUCTURES = {
 STRUCTURES = {
     name: overrides for name, (field, overrides) in ALL_STRUCTURES.items() if field in CONFIG_FIELDS
 }
+#: Whether the release's own set_is_first_microbatch arms a quant_recipe-only model (0.19 on).
+ARMS_RECIPES = "quant_recipe" in inspect.getsource(MegatronModule.set_is_first_microbatch)
 GPT_PRECISIONS: dict[str, tuple[str, ...]] = {
     "bf16": (),
     "tensorwise": ("fp8=hybrid", "fp8_recipe=tensorwise"),
@@ -741,6 +745,15 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> set[str]:
     return {name for name in left if not torch.equal(left[name], right[name])}
 
 
+def mtp_takes_padding_mask() -> bool:
+    """Whether MTP can be recomputed at all; 0.18.2 fails on a padding_mask of its own."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
+
+    hands = "padding_mask" in Layer.forward.__code__.co_varnames
+    parameters = inspect.signature(Layer._checkpointed_forward).parameters
+    return not hands or "padding_mask" in parameters or "kwargs" in parameters
+
+
 @pytest.mark.parametrize("precision", GPT_PRECISIONS)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_gpt_exact(tmp_path: Path, structure: str, precision: str) -> None:
@@ -749,6 +762,8 @@ def test_gpt_exact(tmp_path: Path, structure: str, precision: str) -> None:
     def gpt(*overrides: str) -> Any:
         return gpt_of(tmp_path / "gpt.yaml", structure, precision, *overrides)
 
+    if structure == "mtp-full" and not mtp_takes_padding_mask():
+        pytest.skip("this megatron-core hands its MTP recompute an argument that it does not take")
     no_cache = train_gpt(gpt("disable_parameter_transpose_cache=true"))
     with never_overwriting():
         right = train_gpt(gpt(), by_hand=True)
@@ -756,16 +771,21 @@ def test_gpt_exact(tmp_path: Path, structure: str, precision: str) -> None:
     with install():
         steps = train_gpt(gpt())
     part = "mlp." if structure == "chunks" else "mtp."
+    everything = set(linears(gpt()))
     for number, (step, wrong, expected, cross) in enumerate(
         zip(steps, release, right, no_cache, strict=True)
     ):
         assert differing(step, expected) == set()
         assert differing(cross, expected) == set()
         lost = differing(wrong, expected)
+        if number and precision == "recipe" and not ARMS_RECIPES:
+            # Never armed again: after the first step every weight is the first step's for ever.
+            assert lost == everything
+            continue
         # A layer that is recomputed as a whole is spared: its replay finds the flag False.
         loses = structure != "mtp-full" and (number == 0 or precision != "bf16")
         assert bool(lost) is loses
         assert all(part in name for name in lost)
     if structure in ("chunks", "mtp"):
-        repeated = {name for name in linears(gpt()) if part in name}
+        repeated = {name for name in everything if part in name}
         assert differing(release[0], right[0]) == repeated
