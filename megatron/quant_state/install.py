@@ -20,6 +20,14 @@ from megatron.quant_state.patching import (
     check_on_top,
     restore_patches,
 )
+from megatron.quant_state.recompute import (
+    RecomputeState,
+    keep_precision,
+    nest_enter,
+    nest_exit,
+    prepare_replayed_call,
+)
+from megatron.quant_state.recompute_probe import megatron_restores_precision
 from megatron.quant_state.weight_cache import (
     arm_what_is_loaded,
     resolve_flag_and_refresh,
@@ -32,12 +40,32 @@ logger = logging.getLogger(__name__)
 
 _WRAPPERS = "megatron.core.extensions.transformer_engine"
 _TE_BASE = "transformer_engine.pytorch.module.base"
+_TE_DISTRIBUTED = "transformer_engine.pytorch.distributed"
+
+_RESTORED_BY_MEGATRON = (
+    "Megatron restores the FP8 state of a recomputed region by itself, so "
+    "tensor_parallel.checkpoint was left alone"
+)
 
 
 def _resolve(forward: Callable[..., Any]) -> Callable[..., Any]:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     return resolve_flag_and_refresh(forward, FP8GlobalStateManager)
+
+
+def _recompute_state() -> RecomputeState:
+    from transformer_engine.pytorch import distributed
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    return RecomputeState(FP8GlobalStateManager, distributed)
+
+
+def _with_recompute_state(
+    wrap: Callable[[Callable[..., Any], RecomputeState], Callable[..., Any]],
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    return wrap(function, _recompute_state())
 
 
 def _keep_signature(replacement: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,16 +121,58 @@ TE_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+#: What needs Transformer Engine and a Megatron that does not restore precision by itself.
+RECOMPUTE_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        module="megatron.core.tensor_parallel.random",
+        class_name="CheckpointFunction",
+        method="forward",
+        parameters=("ctx", "run_function", "distribute_saved_activations"),
+        mentions=("run_function", "no_grad"),
+        wrap=partial(_with_recompute_state, keep_precision),
+        reaches="every caller of tensor_parallel.checkpoint: a replay runs as its forward did",
+    ),
+    Patch(
+        module=_TE_DISTRIBUTED,
+        class_name="activation_recompute_forward",
+        method="__enter__",
+        parameters=("self",),
+        mentions=("_is_first_fp8_module",),
+        wrap=partial(_with_recompute_state, nest_enter),
+        reaches="a region that TE or Megatron opens inside a replay belongs to that replay",
+    ),
+    Patch(
+        module=_TE_DISTRIBUTED,
+        class_name="activation_recompute_forward",
+        method="__exit__",
+        parameters=("self",),
+        mentions=(),
+        wrap=partial(_with_recompute_state, nest_exit),
+        reaches="a region inside a region: the outer one's phase survives",
+    ),
+    Patch(
+        module=_TE_BASE,
+        class_name="TransformerEngineBaseModule",
+        method="prepare_forward",
+        parameters=("self", "inp", "num_gemms"),
+        mentions=("in_fp8_activation_recompute_phase",),
+        wrap=partial(_with_recompute_state, prepare_replayed_call),
+        reaches="a module in a replay: its own state follows the autocast, amaxes reduce once",
+    ),
+)
+
 
 class Installation:
     """Handle of an installed layer, and a context manager that uninstalls it.
 
     Attributes:
         patches: what is in place, in the order of installation.
+        left_alone: what was not patched and why, a sentence each.
     """
 
-    def __init__(self, patches: tuple[AppliedPatch, ...]) -> None:
+    def __init__(self, patches: tuple[AppliedPatch, ...], left_alone: tuple[str, ...] = ()) -> None:
         self.patches = patches
+        self.left_alone = left_alone
 
     def uninstall(self) -> None:
         """Restore every attribute exactly; harmless when that was done before.
@@ -134,8 +204,9 @@ _installation: Installation | None = None
 def install() -> Installation:
     """Put the layer in place, for this process. Call it once, before or after models are built.
 
-    Says on rank 0, through ``logging``, what was patched. Without Transformer Engine only
-    ``MegatronModule.set_is_first_microbatch`` is patched, and the message says so.
+    Says on rank 0, through ``logging``, what was patched and what was left alone. Without
+    Transformer Engine only ``MegatronModule.set_is_first_microbatch`` is patched. A Megatron that
+    restores the FP8 state of a recomputed region by itself keeps its own way.
 
     Returns:
         Installation: the handle; the same one when the layer is in place already.
@@ -150,10 +221,17 @@ def install() -> Installation:
         check_on_top(_installation.patches)
         return _installation
     patches = MEGATRON_PATCHES
-    if _have_transformer_engine():
+    left_alone: tuple[str, ...] = ()
+    if not _have_transformer_engine():
+        left_alone = ("Transformer Engine is not installed, so no linear was patched",)
+    else:
         _check_transformer_engine()
         patches += TE_PATCHES
-    _installation = Installation(apply_patches(patches))
+        if megatron_restores_precision(_recompute_state()):
+            left_alone = (_RESTORED_BY_MEGATRON,)
+        else:
+            patches += RECOMPUTE_PATCHES
+    _installation = Installation(apply_patches(patches), left_alone)
     _say(_installation)
     return _installation
 
@@ -229,7 +307,6 @@ def _say(installation: Installation) -> None:
         f"  {item.patch.target}" + (f" (over {item.below})" if item.below else "")
         for item in installation.patches
     ]
-    if len(installation.patches) == len(MEGATRON_PATCHES):
-        lines.append("  Transformer Engine is not installed, so no linear was patched")
+    lines += [f"  {sentence}" for sentence in installation.left_alone]
     # A warning, since Python shows nothing below that by default, and a patched process says so.
     logger.warning("megatron.quant_state %s patched:\n%s", __version__, "\n".join(lines))

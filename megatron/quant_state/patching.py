@@ -7,6 +7,7 @@ whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -127,7 +128,9 @@ def _prepare(patch: Patch) -> AppliedPatch:
     if function is not innermost and below is None:
         # functools.wraps hides where a wrapper comes from; its code tells.
         code_file = function.__code__.co_filename
-        below = None if code_file == innermost.__code__.co_filename else _describe(function)
+        # A method that is a generator in a contextmanager is its owner's own.
+        own = (innermost.__code__.co_filename, contextlib.__file__)
+        below = None if code_file in own else _describe(function)
     return AppliedPatch(patch, owner, raw, after, below)
 
 

@@ -29,7 +29,9 @@ pytest.importorskip(
 import torch
 import transformer_engine
 from megatron.core.extensions import transformer_engine as wrappers
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.module import MegatronModule
+from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -37,6 +39,7 @@ from megatron.quant_state import install, uninstall
 from megatron.quant_state.errors import ForeignPatchError, UnsupportedVersionError
 from megatron.quant_state.patching import Patch, apply_patches, restore_patches
 
+DISTRIBUTED = "transformer_engine.pytorch.distributed"
 WRAPPERS = "megatron.core.extensions.transformer_engine"
 #: Everything that the layer patches, by hand.
 TARGETS: dict[str, tuple[type, str]] = {
@@ -53,6 +56,22 @@ TARGETS: dict[str, tuple[type, str]] = {
     "transformer_engine.pytorch.module.base.TransformerEngineBaseModule._load_from_state_dict": (
         TransformerEngineBaseModule,
         "_load_from_state_dict",
+    ),
+    "megatron.core.tensor_parallel.random.CheckpointFunction.forward": (
+        CheckpointFunction,
+        "forward",
+    ),
+    f"{DISTRIBUTED}.activation_recompute_forward.__enter__": (
+        activation_recompute_forward,
+        "__enter__",
+    ),
+    f"{DISTRIBUTED}.activation_recompute_forward.__exit__": (
+        activation_recompute_forward,
+        "__exit__",
+    ),
+    "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.prepare_forward": (
+        TransformerEngineBaseModule,
+        "prepare_forward",
     ),
 }
 
