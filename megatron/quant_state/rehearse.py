@@ -37,7 +37,7 @@ class WrongGradient:
         name: parameter, as ``named_parameters()`` of the unwrapped model names it.
         step: counted from 1.
         relative_error: norm of the difference over norm of the truth; infinite where the truth is
-            zero, and NaN where either has a NaN.
+            zero, and NaN where the run has one.
     """
 
     name: str
@@ -123,7 +123,7 @@ def rehearse(
         progress: called with a run's name and the number of steps it has done, 0 once it is built.
 
     Raises:
-        InputError: Megatron refuses the model.
+        InputError: Megatron refuses the model, or training diverges.
         WorkerError: a run ended in another way; the message has its last lines.
     """
     twin = build_twin(description)
@@ -134,9 +134,11 @@ def rehearse(
         (job / "job.json").write_text(json.dumps(given))
         # The release follows the truth's gradients, so the truth comes first.
         truths = ["truth"] if delayed else ["truth", "no_cache"]
-        workers = _train(job, truths, progress) | _train(job, ["release", "quant_state"], progress)
+        workers = _train(job, truths, steps, progress)
+        names = workers["truth"].events[0]["parameters"]
+        _check_finite(job, description, names, steps)
+        workers |= _train(job, ["release", "quant_state"], steps, progress)
         built = {run: worker.events[0] for run, worker in workers.items()}
-        names = built["truth"]["parameters"]
         for run, event in built.items():
             if event["parameters"] != names or event["weights"] != built["truth"]["weights"]:
                 raise WorkerError(f"the runs 'truth' and '{run}' did not start from equal weights")
@@ -159,7 +161,9 @@ def _is_delayed(description: ModelDescription) -> bool:
     return bool(config.get("fp8")) and config.get("fp8_recipe", "delayed") == "delayed"
 
 
-def _train(job: Path, runs: Sequence[str], progress: Callable[[str, int], None]) -> dict[str, Any]:
+def _train(
+    job: Path, runs: Sequence[str], steps: int, progress: Callable[[str, int], None]
+) -> dict[str, _Worker]:
     """Train at the same time; the workers by run, each with all of its events."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     workers: dict[str, _Worker] = {}
@@ -183,7 +187,7 @@ def _train(job: Path, runs: Sequence[str], progress: Callable[[str, int], None])
                         raise error_from_json(event["error"])
                     progress(run, event.get("step", 0))
                 if ended:
-                    _check_end(worker, job)
+                    _check_end(worker, job, steps)
                     del waiting[run]
     finally:
         for worker in workers.values():
@@ -200,33 +204,59 @@ def _read_events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def _check_end(worker: _Worker, job: Path) -> None:
+def _check_end(worker: _Worker, job: Path, steps: int) -> None:
     code = worker.process.returncode
-    if code != 0:
-        lines = (job / f"{worker.run}.log").read_text().splitlines()[-_LAST_LINES:]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    done = [event["step"] for event in worker.events if event["event"] == "step"]
+    if code != 0 or done != list(range(1, steps + 1)):
+        log = (job / f"{worker.run}.log").read_text(encoding="utf-8", errors="replace")
+        lines = log.splitlines()[-_LAST_LINES:]
+        how = (
+            f"was killed by signal {-code}"
+            if code < 0
+            else f"ended with exit code {code} after {len(done)} of {steps} steps"
+        )
         text = "\n  ".join(["", *lines])
         raise WorkerError(f"the run '{worker.run}' {how}. Its last lines:{text}")
 
 
-def _wrong(job: Path, run: str, parameters: Any, steps: int) -> Iterator[WrongGradient]:
+def _gradients(
+    job: Path, run: str, parameters: Any, steps: int
+) -> Iterator[tuple[int, str, np.ndarray[Any, Any]]]:
+    """Step, parameter and its main_grad [numel], fp32, in the order of steps and of the model."""
     for step in range(1, steps + 1):
-        right = np.load(job / "truth" / f"step{step}.npy")
-        found = np.load(job / run / f"step{step}.npy")
+        flat = np.load(job / run / f"step{step}.npy")
         start = 0
         for name, length in parameters:
-            a, b = right[start : start + length], found[start : start + length]
+            yield step, name, flat[start : start + length]
             start += length
-            if a.tobytes() != b.tobytes():
-                yield WrongGradient(name, step, _relative_error(a, b))
+
+
+def _check_finite(job: Path, description: ModelDescription, parameters: Any, steps: int) -> None:
+    """Refuse a truth with NaN or infinity: runs that agree on those have computed nothing."""
+    for step, name, gradient in _gradients(job, "truth", parameters, steps):
+        if not np.isfinite(gradient).all():
+            message = (
+                f"the main_grad of {name} is not finite in step {step} of the truth, so there is "
+                "nothing to compare with. If training diverges, lower optimizer.lr or train fewer "
+                "steps"
+            )
+            raise description.error(message, "optimizer.lr")
+
+
+def _wrong(job: Path, run: str, parameters: Any, steps: int) -> Iterator[WrongGradient]:
+    truth = _gradients(job, "truth", parameters, steps)
+    found = _gradients(job, run, parameters, steps)
+    for (step, name, a), (_, _, b) in zip(truth, found, strict=True):
+        if a.tobytes() != b.tobytes():
+            yield WrongGradient(name, step, _relative_error(a, b))
 
 
 def _relative_error(right: Any, found: Any) -> float:
     difference = float(np.linalg.norm(right.astype(np.float64) - found.astype(np.float64)))
     norm = float(np.linalg.norm(right.astype(np.float64)))
-    if norm == 0.0:
-        return float("inf") if difference else 0.0
-    return difference / norm
+    if norm == 0.0 and difference > 0.0:
+        return float("inf")
+    return difference / norm if norm else difference
 
 
 def _summary(job: Path, worker: _Worker, parameters: Any, steps: int) -> Run:

@@ -71,8 +71,9 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
 
     twin = ModelDescription.from_dict(given["twin"])
     build.initialize_single_process(_SEED)
+    # In every run, so that the same words come whichever of two ends first.
+    build.check_model(ModelDescription.from_dict(given["full"]))
     if run == "truth":
-        build.check_model(ModelDescription.from_dict(given["full"]))
         reference.never_overwrite(True)
     elif run == "no_cache":
         config = {**twin.transformer_config, "disable_parameter_transpose_cache": True}

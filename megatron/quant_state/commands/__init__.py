@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
+import signal
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 
+from megatron.quant_state.commands.output import discard, say
 from megatron.quant_state.errors import QuantStateError
 from megatron.quant_state.package_info import PACKAGE_NAME, __version__
 
@@ -34,9 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for those of the process.
 
     Returns:
-        int: 0 done; 1 done, and the answer is that something is wrong; 2 bad input, with one
-        message on stderr; 130 interrupted.
+        int: 0 done; 1 done, and the answer is that something is wrong; 2 bad input, or no answer
+        for another reason, with one message on stderr; 130 interrupted.
+
+    Raises:
+        SystemExit: terminated by a signal, with 128 and the signal's number.
     """
+    try:
+        with _unwinding_when_terminated():
+            return _run(argv)
+    except KeyboardInterrupt:
+        say("quant-state: interrupted")
+        return _EXIT_INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse's own: --help, --version, or a bad option
@@ -45,16 +59,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except QuantStateError as error:
-        print(f"quant-state: error: {error}", file=sys.stderr)
+        say(f"quant-state: error: {error}")
         return EXIT_BAD_INPUT
     except BrokenPipeError:
-        # The reader went away, e.g. `| head`. Python would complain once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader went away, e.g. `| head`.
+        discard(sys.stdout)
         return EXIT_OK
-    except KeyboardInterrupt:
-        print("quant-state: interrupted", file=sys.stderr)
-        return _EXIT_INTERRUPTED
     return code
+
+
+@contextmanager
+def _unwinding_when_terminated() -> Iterator[None]:
+    """Signals that end a process at once raise SystemExit, so that a command's processes end too.
+
+    One that is ignored (``nohup``) or handled already, and threads but the first, stay as they are.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    changed = []
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, stop)
+                changed.append(number)
+    except ValueError:  # not the main thread
+        pass
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from megatron.quant_state.errors import InputError, Location
+from megatron.quant_state.commands.output import check_writable, say, write_result
 
 __all__ = ["add_parser", "run"]
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     description = load_model(
         args.model, args.overrides, recipe=args.recipe, num_microbatches=args.microbatches
     )
-    if args.out:
+    if args.out is not None:
         check_writable(args.out)
     with _progress(args.steps) as progress:
         rehearsal = rehearse(description, args.steps, progress)
@@ -85,24 +84,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         color = args.out is None and sys.stdout.isatty()
         text = table.render_rehearsal(rehearsal, color=color)
-    if args.out:
-        Path(args.out).write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+    write_result(text, args.out)
     return 0 if rehearsal.verdict == "exact" else 1
-
-
-def check_writable(path: str) -> None:
-    """Say that a file cannot be written before the work is done, not after.
-
-    Raises:
-        InputError: with the system's reason.
-    """
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", Location(path)) from error
 
 
 def _positive(text: str) -> int:
@@ -121,13 +104,13 @@ def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
     if not sys.stderr.isatty():
         start = time.monotonic()
 
-        def say(run: str, step: int) -> None:
+        def line(run: str, step: int) -> None:
             if step in (0, steps):
                 what = "built" if step == 0 else f"trained {steps} steps"
-                print(f"[{time.monotonic() - start:5.1f} s] {run}: {what}", file=sys.stderr)
+                say(f"[{time.monotonic() - start:5.1f} s] {run}: {what}")
 
-        print("rehearse: starting", file=sys.stderr)
-        yield say
+        say("rehearse: starting")
+        yield line
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from megatron.quant_state.rehearse import Rehearsal, Run
+from megatron.quant_state.rehearse import Rehearsal
 
 __all__ = ["REHEARSAL_SCHEMA", "render_rehearsal"]
 
@@ -16,29 +16,28 @@ REHEARSAL_SCHEMA = "quant-state/rehearsal/1"
 
 
 def render_rehearsal(rehearsal: Rehearsal) -> str:
-    """The rehearsal as JSON. An error that is no finite number is the string ``inf`` or ``nan``."""
+    """The rehearsal as JSON; numbers that are not finite are strings: ``inf``, ``-inf``, ``nan``."""
     values: dict[str, Any] = {
         "schema": REHEARSAL_SCHEMA,
         "model": rehearsal.model,
         "steps": rehearsal.steps,
         "num_microbatches": rehearsal.num_microbatches,
         "versions": dict(rehearsal.versions),
-        "twin": [asdict(change) for change in rehearsal.changes],
+        "twin": [_finite(asdict(change)) for change in rehearsal.changes],
         "truth_is_checked": rehearsal.truth_is_checked,
         "runs": {
-            "release": _run(rehearsal.release),
-            "quant_state": _run(rehearsal.quant_state),
+            "release": _finite(asdict(rehearsal.release)),
+            "quant_state": _finite(asdict(rehearsal.quant_state)),
         },
         "verdict": rehearsal.verdict,
     }
     return json.dumps(values, indent=2, allow_nan=False, default=str) + "\n"
 
 
-def _run(run: Run) -> dict[str, Any]:
-    values = asdict(run)
-    for item in values["wrong"]:
-        if not math.isfinite(item["relative_error"]):
-            item["relative_error"] = str(item["relative_error"])
-    return {
-        key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
-    }
+def _finite(value: Any) -> Any:
+    # JSON has no other numbers, and its readers refuse Python's NaN.
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

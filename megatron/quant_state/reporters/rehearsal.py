@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,9 +41,16 @@ def wrong_rows(run: Run, steps: int) -> list[WrongRow]:
         worst = []
         for step in range(1, steps + 1):
             found = [errors[name][step] for name in names if step in errors[name]]
-            worst.append(max(found) if found else None)
+            worst.append(max(found, key=_badness) if found else None)
         rows.append(WrongRow(folded, len(names), tuple(worst)))
-    return sorted(rows, key=lambda row: -max(error or 0.0 for error in row.errors))
+    return sorted(rows, key=lambda row: max(map(_badness, row.errors)), reverse=True)
+
+
+def _badness(error: float | None) -> tuple[bool, float]:
+    """Orders errors: NaN compares with nothing and is worse than all, infinity included."""
+    if error is None:
+        return (False, -1.0)
+    return (True, 0.0) if math.isnan(error) else (False, error)
 
 
 def summary_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
