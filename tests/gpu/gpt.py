@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import torch  # First: it loads libraries that Transformer Engine links to.
 
 pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
