@@ -272,9 +272,15 @@ def _check_transformer_engine() -> None:
 
     missing = [
         f"FP8GlobalStateManager.{name}"
-        for name in ("is_fp8_enabled", "fp8_graph_capturing", "get_skip_fp8_weight_update_tensor")
+        for name in ("is_fp8_enabled", "fp8_graph_capturing")
         if not callable(getattr(FP8GlobalStateManager, name, None))
     ]
+    # A method, but in 2.15 the attribute alone.
+    state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    if not callable(
+        getattr(FP8GlobalStateManager, "get_skip_fp8_weight_update_tensor", None)
+    ) and not hasattr(state, "skip_fp8_weight_update_tensor"):
+        missing.append("FP8GlobalStateManager.get_skip_fp8_weight_update_tensor")
     missing += [
         f"parameter is_first_microbatch of {kind.__name__}.forward"
         for kind in (pytorch.Linear, pytorch.LayerNormLinear, pytorch.GroupedLinear)

@@ -117,25 +117,21 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ambient_autocast = is_fp8_enabled()
-        flag = resolve(self, self.config, ambient_autocast)
+        # Plain dict reads and writes: nn.Module's cost more than the rest of this wrapper.
+        state = self.__dict__
+        owed, config = state[_FLAG], state["config"]
+        if getattr(config, "quant_recipe", None) is not None:
+            flag = resolve(self, config, is_fp8_enabled())
+        else:
+            # The state of autocast is read where a recipe asks for it, and nowhere else.
+            flag = resolve(self, config, None)
         if flag is not None and fp8_graph_capturing():
             flag = _flag_under_capture(self, fp8_state)
         elif flag:
-            _say_overwrite_main_grad(self)
-            will_execute_quantized = getattr(self, "will_execute_quantized", None)
-            refresh_weight_cache(
-                self,
-                ambient_autocast
-                if will_execute_quantized is None
-                else bool(will_execute_quantized(ambient_autocast)),
-            )
+            _refresh_armed(self, is_fp8_enabled())
             flag = False
-        elif flag is False:
+        if flag is False and owed is False:
             return forward(self, *args, **kwargs)
-        # Plain dict writes: nn.Module.__setattr__ costs more than the rest of this wrapper.
-        state = self.__dict__
-        owed = state[_FLAG]
         state[_FLAG] = flag
         try:
             out = forward(self, *args, **kwargs)
@@ -149,6 +145,19 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
     return wrapper
 
 
+def _refresh_armed(module: Any, ambient_autocast: bool) -> None:
+    """What an armed, tracked call does before TE sees it."""
+    _say_overwrite_main_grad(module)
+    if module._fp8_workspaces:
+        will_execute_quantized = getattr(module, "will_execute_quantized", None)
+        refresh_weight_cache(
+            module,
+            ambient_autocast
+            if will_execute_quantized is None
+            else bool(will_execute_quantized(ambient_autocast)),
+        )
+
+
 def _flag_under_capture(module: Any, fp8_state: Any) -> bool | None:
     """What a call that a CUDA graph captures hands to TE; the graph replays it for ever.
 
@@ -156,7 +165,10 @@ def _flag_under_capture(module: Any, fp8_state: Any) -> bool | None:
     (``quant_recipe``-only runs) a Python flag would be baked in: a graph of a False never sees new
     weights, so the call quantizes at every replay instead.
     """
-    if fp8_state.get_skip_fp8_weight_update_tensor() is None:
+    # TE 2.15 has the tensor and no method that returns it.
+    get = getattr(fp8_state, "get_skip_fp8_weight_update_tensor", None)
+    skip = get() if get else fp8_state.quantization_state.skip_fp8_weight_update_tensor
+    if skip is None:
         return None
     module.__dict__[_CAPTURED] = True
     return False
