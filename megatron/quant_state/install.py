@@ -231,7 +231,15 @@ def install() -> Installation:
             left_alone = (_RESTORED_BY_MEGATRON,)
         else:
             patches += RECOMPUTE_PATCHES
-    _installation = Installation(apply_patches(patches), left_alone)
+    applied = apply_patches(patches)
+    if patches[-1] is RECOMPUTE_PATCHES[-1] and not megatron_restores_precision(_recompute_state()):
+        restore_patches(applied)
+        raise UnsupportedVersionError(
+            "patched, tensor_parallel.checkpoint of this megatron-core still replays a region "
+            "without its forward's FP8 state: something has replaced "
+            "megatron.core.tensor_parallel.random.checkpoint. Remove that; nothing was patched."
+        )
+    _installation = Installation(applied, left_alone)
     _say(_installation)
     return _installation
 

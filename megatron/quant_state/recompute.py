@@ -161,7 +161,16 @@ class _Region:
     which pair first in, first out, while backward runs last in, first out.
     """
 
-    __slots__ = ("_function", "_recorded", "_stashes", "_te", "first", "first_given", "swapped")
+    __slots__ = (
+        "_function",
+        "_recorded",
+        "_stashes",
+        "_te",
+        "first",
+        "first_given",
+        "first_once",
+        "swapped",
+    )
 
     def __init__(self, te: RecomputeState, function: Callable[..., Any]) -> None:
         self._te = te
@@ -170,6 +179,8 @@ class _Region:
         self._stashes: _Queues = []
         #: Whether the first module of the autocast, whose backward reduces amaxes, is in here.
         self.first = False
+        #: Whether only one module may be told so.
+        self.first_once = True
         #: In a replay: whether a module has been told that it is the first.
         self.first_given = False
         #: In a replay: ``fp8_meta`` of the modules that have run, whose scales TE swaps meanwhile.
@@ -199,13 +210,15 @@ class _Region:
         te.firsts[:] = firsts
         te.set_phase(*outer[2:])
         self.first = bool(autocast[_FIRST]) and not _first_is_given()
+        # In a replay of TE's own each module is told that it is the first, and so it stays.
+        self.first_once = not replaying or _replaying is not None
         self._recorded = (
             (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :]),
             depth,
             True,
             True,
         )
-        if self.first and self._stashes:
+        if self.first and self.first_once and self._stashes:
             # Without recompute a module in here would have taken the flag by now.
             te.manager.is_first_fp8_module()
             if _replaying is not None:
@@ -273,7 +286,8 @@ def keep_precision(forward: Callable[..., Any], te: RecomputeState) -> Callable[
     ) -> Any:
         # Inside an autograd.Function grad mode is always off, and needs_input_grad is True for a
         # leaf under an outer no_grad too. The node has next functions only if it is in the graph.
-        if is_fp8_enabled() and ctx.next_functions:
+        # A ctx that is no node was made by a caller that means to call backward by itself.
+        if is_fp8_enabled() and getattr(ctx, "next_functions", True):
             run_function = _Region(te, run_function)
         return forward(ctx, run_function, distribute_saved_activations, *args)
 
@@ -306,7 +320,7 @@ def prepare_replayed_call(
             _take_ambient_state(self, te, num_gemms)
             if _replaying is not None and self.fp8:
                 _replaying.swapped.append(self.fp8_meta)
-                if _replaying.first:
+                if _replaying.first and _replaying.first_once:
                     _give_first_once(_replaying, self, te, inp)
         return prepare_forward(self, inp, num_gemms, *args, **kwargs)
 

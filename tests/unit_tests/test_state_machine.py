@@ -1,6 +1,8 @@
 # Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
 """One wrapper in whatever order a training loop, an evaluation and a user may drive it.
 
+Calls may be recomputed: in a region, in a region of a region, replayed in any order, interrupted.
+
 Beside it runs a plain model: the same weights, quantized anew in every call and kept nowhere. After
 every step the gradients, the outputs (so the weights used) and the flag must be those of the plain
 model, bit for bit.
@@ -29,6 +31,13 @@ pytest.importorskip(
 )
 
 from contextlib import nullcontext
+
+from megatron.core import tensor_parallel
+from transformer_engine.pytorch.distributed import (
+    activation_recompute_forward,
+    in_fp8_activation_recompute_phase,
+)
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megatron.quant_state import Installation, weights_changed
 from tests.unit_tests import wrappers
@@ -66,7 +75,9 @@ SEEDS = st.integers(0, 2**16)
 class Wrapper(RuleBasedStateMachine):
     """A wrapper under test and the plain model, driven in lockstep."""
 
-    checks: ClassVar[frozenset[str]] = frozenset({"gradient", "weight used", "flag"})
+    checks: ClassVar[frozenset[str]] = frozenset(
+        {"gradient", "weight used", "flag", "precision of a replay"}
+    )
 
     @initialize(
         kind=st.sampled_from(KINDS),
@@ -90,15 +101,17 @@ class Wrapper(RuleBasedStateMachine):
         self.armed = True
         # Whether a cache may be old, which the user has not said yet.
         self.changed = False
-        self.losses: list[tuple[Any, Any]] = []
+        #: Of the wrapper and of the plain model, and whether the autocast was on in a region.
+        self.losses: list[tuple[tuple[Any, Any], bool | None]] = []
         reference.counters.reset()
 
-    def tracked(self) -> bool:
+    def tracked(self, ambient: bool | None = None) -> bool:
         """Design section 3, for the few cases that are driven here."""
+        ambient = self.ambient if ambient is None else ambient
         if "recipe" not in self.config:
             return self.config == "fp8"
         return {
-            "none": self.ambient,
+            "none": ambient,
             "quantizing": True,
             "training only": self.training,
             "evaluation only": not self.training,
@@ -110,11 +123,26 @@ class Wrapper(RuleBasedStateMachine):
             return nullcontext()
         return fp8_autocast(enabled=True, fp8_recipe=self.recipe())
 
-    def run(self, model: Any, x: torch.Tensor, times: int) -> torch.Tensor:
-        with torch.set_grad_enabled(self.training), self.autocast():
-            for _ in range(times):
+    def run(
+        self, model: Any, x: torch.Tensor, times: int, regions: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """Calls one after the other; then the same in a region, and the next region around it."""
+
+        def calls(x: torch.Tensor, depth: int) -> torch.Tensor:
+            for _ in range(regions[depth - 1] if depth else times):
                 x = wrappers.call(model.layer, x)
-        return x
+            if depth == len(regions):
+                return x
+            # The plain model keeps its activations.
+            if model is self.plain:
+                return calls(x, depth + 1)
+            recomputed: torch.Tensor = tensor_parallel.checkpoint(
+                lambda x: calls(x, depth + 1), False, x
+            )
+            return recomputed
+
+        with torch.set_grad_enabled(self.training), self.autocast():
+            return calls(x, 0)
 
     @rule()
     def arm(self) -> None:
@@ -131,15 +159,29 @@ class Wrapper(RuleBasedStateMachine):
     @precondition(lambda self: not self.changed)
     @rule(times=st.integers(1, 4), seed=SEEDS)
     def call(self, times: int, seed: int) -> None:
+        self.calls(times, (), seed)
+
+    @precondition(lambda self: not self.changed)
+    @rule(times=st.integers(1, 3), seed=SEEDS)
+    def region(self, times: int, seed: int) -> None:
+        self.calls(0, (times,), seed)
+
+    @precondition(lambda self: not self.changed)
+    @rule(times=st.tuples(*[st.integers(0, 2)] * 2, st.integers(1, 2)), seed=SEEDS)
+    def region_in_region(self, times: tuple[int, int, int], seed: int) -> None:
+        self.calls(times[0], times[1:], seed)
+
+    def calls(self, times: int, regions: tuple[int, ...], seed: int) -> None:
         outputs = []
         for model in (self.model, self.plain):
             x = random(TOKENS, HIDDEN, seed=seed).requires_grad_()
-            outputs.append(self.run(model, x, times))
+            outputs.append(self.run(model, x, times, regions))
         if "weight used" in self.checks:
             assert torch.equal(*outputs), "weight used"
         if self.training:
             weight = random(TOKENS, HIDDEN, seed=seed + 1)
-            self.losses.append(tuple((out * weight).sum() for out in outputs))
+            left, right = ((out * weight).sum() for out in outputs)
+            self.losses.append(((left, right), self.ambient if regions else None))
         if self.tracked():
             self.armed = False
 
@@ -167,12 +209,54 @@ class Wrapper(RuleBasedStateMachine):
     def autocast_on_or_off(self, ambient: bool) -> None:
         self.ambient = ambient
 
-    @precondition(lambda self: self.losses)
+    # A module that is switched to evaluation picks another recipe, in a replay as well.
+    def replayable(self) -> bool:
+        return self.training or all(ambient is None for _, ambient in self.losses)
+
+    @precondition(lambda self: self.losses and self.replayable())
     @rule()
     def backward(self) -> None:
-        for losses in zip(*self.losses, strict=True):
+        for losses in zip(*(pair for pair, _ in self.losses), strict=True):
             torch.stack(losses).sum().backward()
+        for _, ambient in self.losses:
+            self.replayed(ambient)
         self.losses = []
+
+    @precondition(lambda self: self.losses and self.replayable())
+    @rule(data=st.data())
+    def replay(self, data: Any) -> None:
+        """Backward of one of the microbatches in flight, not of the last alone."""
+        pair, ambient = self.losses.pop(data.draw(st.integers(0, len(self.losses) - 1)))
+        for loss in pair:
+            loss.backward()
+        self.replayed(ambient)
+
+    def replayed(self, ambient: bool | None) -> None:
+        """A replay is a call like any other for the flag, with the autocast of its forward."""
+        if ambient is not None and self.tracked(ambient):
+            self.armed = False
+
+    @precondition(lambda self: self.training and not self.changed)
+    @rule(seed=SEEDS)
+    def replay_with_an_exception(self, seed: int) -> None:
+        phases = []
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            phases.append(in_fp8_activation_recompute_phase())
+            x = wrappers.call(self.model.layer, x)
+            if len(phases) == 2:
+                raise InterruptedError("inside the replay")
+            return x
+
+        x = random(TOKENS, HIDDEN, seed=seed).requires_grad_()
+        with self.autocast():
+            out = tensor_parallel.checkpoint(function, False, x)
+        with pytest.raises(InterruptedError, match="inside the replay"):
+            out.sum().backward()
+        if "precision of a replay" in self.checks:
+            assert phases == [False, self.ambient], "precision of a replay"
+        if self.tracked():
+            self.armed = False
 
     # A weight that moves below a pending backward is an error of the loop, whatever the cache.
     @precondition(lambda self: not self.losses)
@@ -208,6 +292,12 @@ class Wrapper(RuleBasedStateMachine):
         if "weight used" in self.checks:
             assert reference.counters.stale_reads == 0, "weight used"
             assert reference.counters.empty_reads == 0, "weight used"
+
+    @invariant()
+    def recompute_state(self) -> None:
+        assert not in_fp8_activation_recompute_phase()
+        assert activation_recompute_forward._is_first_fp8_module == []
+        assert FP8GlobalStateManager.get_autocast_state()[0] is False
 
     @invariant()
     def flag(self) -> None:
