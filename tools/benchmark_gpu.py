@@ -30,7 +30,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 import transformer_engine
 from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch import fp8_autocast
+from transformer_engine.pytorch import autocast as te_autocast
 
 from megatron.quant_state import build, install, te_probe
 from megatron.quant_state.model import ModelDescription, load_model
@@ -125,58 +125,88 @@ def linear(kind: str, size: int, **fields: Any) -> Any:
     return layer
 
 
+def host_times(
+    switch: Switch, layer: Any, x: torch.Tensor, *, armed: bool, rounds: int = 60, calls: int = 150
+) -> dict[str, Any]:
+    """Host time of a forward call, in µs, in turns; the GPU is kept idle, nothing waits for it."""
+    times: dict[str, list[float]] = {"release": [], "quant_state": [], "release again": []}
+    for index in range(rounds + 2):
+        for name in list(times) if index % 2 else list(times)[::-1]:
+            with switch.on(name == "quant_state"):
+                # Python specialises code anew after a class was changed; a training run has none.
+                taken = [one_call(layer, x, armed) for _ in range(calls)][calls // 3 :]
+            if index >= 2:
+                times[name].append(statistics.median(taken) / 1000)
+    return pairs(times)
+
+
+def one_call(layer: Any, x: torch.Tensor, armed: bool) -> int:
+    if armed:
+        layer.__dict__["is_first_microbatch"] = True
+    start = time.perf_counter_ns()
+    out = layer(x)
+    taken = time.perf_counter_ns() - start
+    del out
+    return taken
+
+
 def call(switch: Switch) -> dict[str, Any]:
-    """Host time of one forward call, in µs: the GPU is kept idle, nothing waits for it."""
-    rounds, calls = 400, 20
+    """Host time of one forward call, in µs; every call but the first of a step."""
     found = {}
+    gc.disable()
     for kind in ("TELinear", "TELayerNormColumnParallelLinear"):
         for precision in ("tensorwise", "bf16"):
             fields = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if precision != "bf16" else {}
             layer = linear(kind, 256, **fields)
             x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            times: dict[str, list[float]] = {"release": [], "quant_state": [], "release again": []}
-            with fp8_autocast(
-                enabled=precision != "bf16", fp8_recipe=recipes.Float8CurrentScaling()
-            ):
-                for index in range(rounds + 20):
-                    order = list(times) if index % 2 else list(times)[::-1]
-                    for name in order:
-                        with switch.on(name == "quant_state"):
-                            torch.cuda.synchronize()
-                            gc.disable()
-                            start = time.perf_counter_ns()
-                            for _ in range(calls):
-                                layer(x)
-                            taken = time.perf_counter_ns() - start
-                            gc.enable()
-                        if index >= 20:
-                            times[name].append(taken / calls / 1000)
-            found[f"{kind}, {precision}"] = pairs(times)
+            with autocast(precision != "bf16"):
+                found[f"{kind}, {precision}"] = host_times(switch, layer, x, armed=False)
+    gc.enable()
     return found
 
 
 def armed_call(switch: Switch) -> dict[str, Any]:
     """The same for the first call of a step, which refreshes the cached weight."""
-    rounds, calls = 300, 10
     layer = linear("TELinear", 256, fp8="hybrid", fp8_recipe="tensorwise")
     x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    times: dict[str, list[float]] = {"release": [], "quant_state": [], "release again": []}
-    with fp8_autocast(enabled=True, fp8_recipe=recipes.Float8CurrentScaling()):
-        for index in range(rounds + 20):
-            for name in list(times) if index % 2 else list(times)[::-1]:
-                with switch.on(name == "quant_state"):
-                    torch.cuda.synchronize()
-                    gc.disable()
-                    taken = 0
-                    for _ in range(calls):
-                        layer.__dict__["is_first_microbatch"] = True
-                        start = time.perf_counter_ns()
-                        layer(x)
-                        taken += time.perf_counter_ns() - start
-                    gc.enable()
-                if index >= 20:
-                    times[name].append(taken / calls / 1000)
-    return pairs(times)
+    gc.disable()
+    with autocast():
+        found = host_times(switch, layer, x, armed=True)
+    gc.enable()
+    return found
+
+
+def profile(switch: Switch) -> dict[str, Any]:
+    """Where the layer's host time goes, by function, in µs a call (the profiler adds its own)."""
+    import cProfile
+    import pstats
+
+    layer = linear("TELinear", 256, fp8="hybrid", fp8_recipe="tensorwise")
+    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    calls = 500
+    found: dict[str, Any] = {}
+    for armed in (False, True):
+        with autocast(), switch.on(True):
+            for _ in range(20):
+                one_call(layer, x, armed)
+            profiler = cProfile.Profile()
+            profiler.enable()
+            for _ in range(calls):
+                one_call(layer, x, armed)
+            profiler.disable()
+        rows = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+        for (file, line, name), (_, count, own, total, _) in sorted(
+            rows.items(), key=lambda item: -item[1][3]
+        )[:45]:
+            where = f"{'armed ' if armed else ''}{Path(file).name}:{line} {name}"
+            found[where] = (
+                f"{count / calls:5.1f} x {own / calls * 1e6:7.2f} {total / calls * 1e6:7.2f}"
+            )
+    return found
+
+
+def autocast(enabled: bool = True) -> Any:
+    return te_autocast(enabled=enabled, recipe=recipes.Float8CurrentScaling())
 
 
 def described(*overrides: str) -> ModelDescription:
@@ -231,7 +261,7 @@ def step(switch: Switch) -> dict[str, Any]:
                 layer._fp8_workspaces.clear()
 
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    for microbatches, rounds in ((1, 24), (4, 12)):
+    for microbatches, rounds in ((1, 40), (4, 24)):
         times: dict[str, list[float]] = {mode: [] for mode in modes}
         peaks: dict[str, float] = {}
         for index in range(rounds + 1):
@@ -285,7 +315,7 @@ def recompute(switch: Switch) -> dict[str, Any]:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for _ in range(4):
-                    with fp8_autocast(enabled=True, fp8_recipe=recipes.Float8CurrentScaling()):
+                    with autocast():
                         out = ways[name](x)
                     out.sum().backward()
                 torch.cuda.synchronize()
@@ -323,6 +353,7 @@ def count(switch: Switch) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Switch], dict[str, Any]]] = {
     "call": call,
     "armed_call": armed_call,
+    "profile": profile,
     "recompute": recompute,
     "step": step,
     # Last: the counting stays in place.
@@ -355,7 +386,11 @@ def show_inner(value: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--parts",
+        default=",".join(name for name in PARTS if name != "profile"),
+        help=f"of {', '.join(PARTS)}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
     options = parser.parse_args()
     logging.disable(logging.WARNING)

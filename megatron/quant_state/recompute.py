@@ -115,6 +115,11 @@ class RecomputeState:
         setattr(self._state, self._depth_name, depth)
         self.set_phase(region, phase)
 
+    @property
+    def phase_name(self) -> tuple[dict[str, Any], str]:
+        """The globals of TE's module, and the name there that says whether this is a replay."""
+        return self._globals, self._phase
+
     def phase(self) -> tuple[bool, bool]:
         """Whether a region runs, and whether it is a replay."""
         values = self._globals
@@ -313,10 +318,12 @@ def prepare_replayed_call(
     Source: Transformer Engine 2.20.2, ``module/base.py: prepare_forward``,
     ``module/linear.py: _check_fp8_reduce_and_update``.
     """
+    # Every call of every module passes here, so what is no replay costs one look-up.
+    values, replaying = te.phase_name
 
     @functools.wraps(prepare_forward)
     def wrapper(self: Any, inp: Any, num_gemms: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if te.phase()[1]:
+        if values[replaying]:
             _take_ambient_state(self, te, num_gemms)
             if _replaying is not None and self.fp8:
                 _replaying.swapped.append(self.fp8_meta)

@@ -19,6 +19,7 @@ from typing import Any
 __all__ = [
     "Counters",
     "counters",
+    "forget",
     "install",
     "never_overwrite",
     "provide_fused_weight_gradient",
@@ -79,6 +80,12 @@ def never_overwrite(enabled: bool) -> None:
     global _never_overwrite
     install()
     _never_overwrite = enabled
+
+
+def forget() -> None:
+    """Forget the weights of earlier models, whose memory may hold other tensors now."""
+    _weights.clear()
+    _sources.clear()
 
 
 def install(*, check_reads: bool = False) -> None:

@@ -140,6 +140,7 @@ def reset() -> None:
     probe.never_overwrite(False)
     probe.counters.reset()
     if REAL:
+        probe.forget()
         torch.cuda.set_stream(torch.cuda.default_stream())
 
 

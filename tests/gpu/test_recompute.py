@@ -55,7 +55,11 @@ def layers_of(precision: str, parameters: bool) -> list[Any]:
                 is_expert=False,
             )
             made.append(layer)
-    for layer in made:
+    for seed, layer in enumerate(made):
+        # Megatron's own random state has moved since the last model.
+        values = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            layer.weight.copy_((0.1 * values).to(DTYPE).to(DEVICE))
         for parameter in layer.parameters():
             parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE)
     return made
@@ -105,7 +109,12 @@ def test_a_recomputed_region_exact(precision: str, parameters: bool) -> None:
     options: dict[str, Any] = {"parameters": parameters, "installed": True}
     right = gradients(precision, checkpointed=False, **options)
     found = gradients(precision, checkpointed=True, **options)
-    assert all(map(same_bits, found, right))
+    differing = {
+        index: (gpt.relative_error(a, b), int((a != b).sum()), a.numel())
+        for index, (a, b) in enumerate(zip(found, right, strict=True))
+        if not same_bits(a, b)
+    }
+    assert differing == {}
     options["installed"] = False
     if parameters:
         with pytest.raises(AttributeError, match="main_grad"):

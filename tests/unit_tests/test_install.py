@@ -439,6 +439,9 @@ def _impolite_wrapper() -> None:
 
 def _without_skip_tensor() -> None:
     del FP8GlobalStateManager.get_skip_fp8_weight_update_tensor
+    state = FP8GlobalStateManager.quantization_state
+    del type(state).skip_fp8_weight_update_tensor
+    del state.skip_fp8_weight_update_tensor
 
 
 def _without_flag() -> None:

@@ -147,7 +147,15 @@ def update_amax_and_scale(
         scale: [slots], fp32, changed in place.
         fp8_max: Largest value of the format.
         recipe: Algorithms and margin.
+
+    Raises:
+        RuntimeError: The two have not the same number of slots.
     """
+    if amax_history.shape[1] != scale.numel():
+        raise RuntimeError(
+            f"Expected {amax_history.shape[1]} elements, Found {scale.numel()}: the history is "
+            "another tensor's"
+        )
     if callable(recipe.amax_compute_algo):
         amax = recipe.amax_compute_algo(amax_history)
     elif recipe.amax_compute_algo == "most_recent":
