@@ -108,8 +108,9 @@ def install(*, check_reads: bool = False) -> None:
         if function is None:
             raise RuntimeError(f"{module_name} has no {function_name}: an unknown version of TE")
         function.backward = staticmethod(_accumulating(function.backward))
-        if hasattr(module, "quantize_weight"):
-            module.quantize_weight = _counting_uses(module.quantize_weight)
+        uses = getattr(module, "quantize_weight", None)
+        if uses is not None:
+            setattr(module, "quantize_weight", _counting_uses(uses))  # noqa: B010
     base = importlib.import_module(_BASE).TransformerEngineBaseModule
     if hasattr(base, "get_weight_workspace"):
         # Up to 2.14 or so the cache is looked up by a method.
@@ -157,7 +158,7 @@ def _quantizer_class() -> type:
 
 
 def _subclasses(kind: type) -> list[type]:
-    direct = kind.__subclasses__()
+    direct: list[type] = kind.__subclasses__()
     return direct + [inner for one in direct for inner in _subclasses(one)]
 
 
