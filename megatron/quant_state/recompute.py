@@ -11,6 +11,7 @@ Everything that TE keeps for this is process-wide, because backward runs on anot
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,14 @@ __all__ = ["RecomputeState", "keep_precision", "nest_enter", "nest_exit", "prepa
 _GLOBALS = (
     ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
     ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
+)
+# ``prepare_forward`` of TE 2.9 to 2.20.
+_PREPARE_PARAMETERS = (
+    "self",
+    "inp",
+    "num_gemms",
+    "allow_non_contiguous",
+    "allow_different_data_and_param_types",
 )
 # Place of is_first_fp8_module in what ``FP8GlobalStateManager.get_autocast_state`` returns.
 _FIRST = 4
@@ -321,14 +330,35 @@ def prepare_replayed_call(
     # Every call of every module passes here, so what is no replay costs one look-up.
     values, replaying = te.phase_name
 
+    def prepare_replay(module: Any, inp: Any, num_gemms: int) -> None:
+        _take_ambient_state(module, te, num_gemms)
+        if _replaying is not None and module.fp8:
+            _replaying.swapped.append(module.fp8_meta)
+            if _replaying.first and _replaying.first_once:
+                _give_first_once(_replaying, module, te, inp)
+
+    if tuple(inspect.signature(prepare_forward).parameters) == _PREPARE_PARAMETERS:
+        # Python calls a function of plain arguments several times as fast.
+        @functools.wraps(prepare_forward)
+        def wrapper_of_four(
+            self: Any,
+            inp: Any,
+            num_gemms: int = 1,
+            allow_non_contiguous: bool = False,
+            allow_different_data_and_param_types: bool = False,
+        ) -> Any:
+            if values[replaying]:
+                prepare_replay(self, inp, num_gemms)
+            return prepare_forward(
+                self, inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
+            )
+
+        return wrapper_of_four
+
     @functools.wraps(prepare_forward)
     def wrapper(self: Any, inp: Any, num_gemms: int = 1, *args: Any, **kwargs: Any) -> Any:
         if values[replaying]:
-            _take_ambient_state(self, te, num_gemms)
-            if _replaying is not None and self.fp8:
-                _replaying.swapped.append(self.fp8_meta)
-                if _replaying.first and _replaying.first_once:
-                    _give_first_once(_replaying, self, te, inp)
+            prepare_replay(self, inp, num_gemms)
         return prepare_forward(self, inp, num_gemms, *args, **kwargs)
 
     return wrapper

@@ -9,6 +9,7 @@ because backward runs in reverse. So an armed call refreshes the cache here and 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _FLAG = "is_first_microbatch"
+_NO_CACHE = "disable_parameter_transpose_cache"
 # In the ``__dict__`` of a module that a CUDA graph captured: a bool, for deepcopy and pickle.
 _CAPTURED = "_quant_state_captured"
 
@@ -65,10 +67,12 @@ def refresh_weight_cache(module: Any, will_quantize: bool) -> None:
     captured = _CAPTURED in module.__dict__
     if will_quantize or captured:
         parameters = module._parameters
-        copies = [(copy, parameters.get(name)) for name, copy in workspaces.items()]
-        if all(_can_requantize(copy, weight, captured) for copy, weight in copies):
-            for copy, weight in copies:
-                copy.quantize_(weight.detach())
+        for name, copy in workspaces.items():
+            if not _can_requantize(copy, parameters.get(name), captured):
+                break
+        else:
+            for name, copy in workspaces.items():
+                copy.quantize_(parameters[name].detach())
             return
         if captured:
             raise RuntimeError(
@@ -112,24 +116,58 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
         Callable: a function with the same signature.
     """
     is_fp8_enabled = fp8_state.is_fp8_enabled
-    fp8_graph_capturing = fp8_state.fp8_graph_capturing
+    capturing = _capture_check(fp8_state)
     resolve = _resolve_is_first_microbatch
+
+    def call_flag(module: Any, state: dict[str, Any]) -> bool | None:
+        config = state["config"]
+        # The state of autocast is read where a recipe asks for it, and nowhere else.
+        has_recipe = getattr(config, "quant_recipe", None) is not None
+        flag = resolve(module, config, is_fp8_enabled() if has_recipe else None)
+        if flag is None:
+            return None
+        if capturing():
+            return _flag_under_capture(module, fp8_state)
+        if flag:
+            _refresh_armed(module, is_fp8_enabled())
+        return False
+
+    if tuple(inspect.signature(forward).parameters) == ("self", "x"):
+        # The same as below, for the signature of nearly all calls, and with the answer of nearly
+        # all calls told apart first: Python calls a function of plain arguments several times as
+        # fast, and a look-up costs a fraction of a call.
+        @functools.wraps(forward)
+        def wrapper_of_one(self: Any, x: Any) -> Any:
+            state = self.__dict__
+            owed, config = state[_FLAG], state["config"]
+            if getattr(config, "quant_recipe", None) is not None or config.use_kitchen:
+                flag = call_flag(self, state)
+            elif state[_NO_CACHE] or (config.fp8 is None and config.fp4 is None):
+                flag = None
+            elif owed is False and not capturing():
+                return forward(self, x)
+            else:
+                flag = call_flag(self, state)
+            if flag is False and owed is False:
+                return forward(self, x)
+            state[_FLAG] = flag
+            try:
+                out = forward(self, x)
+            except BaseException:
+                state[_FLAG] = owed
+                raise
+            if flag is None:
+                state[_FLAG] = owed
+            return out
+
+        return wrapper_of_one
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Plain dict reads and writes: nn.Module's cost more than the rest of this wrapper.
         state = self.__dict__
-        owed, config = state[_FLAG], state["config"]
-        if getattr(config, "quant_recipe", None) is not None:
-            flag = resolve(self, config, is_fp8_enabled())
-        else:
-            # The state of autocast is read where a recipe asks for it, and nowhere else.
-            flag = resolve(self, config, None)
-        if flag is not None and fp8_graph_capturing():
-            flag = _flag_under_capture(self, fp8_state)
-        elif flag:
-            _refresh_armed(self, is_fp8_enabled())
-            flag = False
+        owed = state[_FLAG]
+        flag = call_flag(self, state)
         if flag is False and owed is False:
             return forward(self, *args, **kwargs)
         state[_FLAG] = flag
@@ -143,6 +181,31 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
         return out
 
     return wrapper
+
+
+def _capture_check(fp8_state: Any) -> Callable[[], bool]:
+    """TE's ``fp8_graph_capturing()`` without its Python frames, where torch has the call.
+
+    Source: Transformer Engine 2.9.0 and 2.20.2, ``FP8GlobalStateManager.fp8_graph_capturing``: its
+    own mark, or a capture of the current stream.
+    """
+    import torch
+
+    check: Callable[[], bool] = fp8_state.fp8_graph_capturing
+    is_capturing: Callable[[], bool] | None = getattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", None
+    )
+    state = getattr(fp8_state, "quantization_state", None)
+    known = hasattr(state, "fp8_graph_capturing")
+    if is_capturing is None or not known or not torch.cuda.is_available():
+        return check
+
+    def capturing() -> bool:
+        # Looked up at every call: ``reset()`` replaces the state.
+        marked: bool = fp8_state.quantization_state.fp8_graph_capturing
+        return marked or is_capturing()
+
+    return capturing
 
 
 def _refresh_armed(module: Any, ambient_autocast: bool) -> None:

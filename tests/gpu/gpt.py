@@ -192,8 +192,9 @@ def linears(module: Any) -> dict[str, Any]:
 
 
 def batches(description: ModelDescription, seed: int) -> Iterator[torch.Tensor]:
-    """Tokens of microbatches, [1, seq_length + 1], int64, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+    """Tokens of microbatches, [1, seq_length + 1], int64; others on each data-parallel rank."""
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(seed + 1000 * rank)
     shape = (1, description.seq_length + 1)
     while True:
         yield torch.randint(description.vocab_size, shape, generator=generator).to(DEVICE)

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,8 @@ def gathered(value: dict[str, Any]) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     out, wanted = Path(arguments[0]), arguments[1:]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+    limit = timedelta(seconds=90)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
     ranks = torch.distributed.get_world_size()
     logging.getLogger().setLevel(logging.ERROR)
     for name, case in all_cases(2 if ranks % 2 == 0 else 1).items():

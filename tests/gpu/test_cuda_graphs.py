@@ -93,7 +93,6 @@ def te_graphs(run: str, *overrides: str, **options: Any) -> tuple[list[Step], in
             model.chunks, model.module.config, description.seq_length, 1, [model.optimizer]
         )
         helper.create_cudagraphs()
-        helper.cuda_graph_set_manual_hooks()
         helpers.append(
             (helper, sum(len(layer.cuda_graphs) for layer in helper.flattened_callables))
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,40 @@ CASES = (
 )
 
 
+#: Launched at the same time, so that a hang of one takes no other along.
+LAUNCHES = (
+    [case for case in CASES if case.startswith(("dp", "tp"))],
+    [case for case in CASES if case.startswith(("pp-1f1b", "ep"))],
+    [case for case in CASES if case.startswith("pp-interleaved")],
+    ["fsdp-unfused", "fsdp-fused"],
+)
+
+
+def launch(out: Path, cases: list[str]) -> str:
+    """Trains the cases; the end of what was printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={GPUS}", str(WORKER), str(out), *cases]
+    try:
+        done = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired as error:
+        return f"took too long: {str(error.stderr)[-3000:]}"
+    return (done.stdout + done.stderr)[-4000:]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("parallel") / "results.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={GPUS}", str(WORKER), str(out)]
-    done = subprocess.run(command, timeout=540, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    # What the worker said, for the report of a test that fails.
-    print(done.stdout[-3000:], done.stderr[-3000:])
-    return {line["case"]: line["ranks"] for line in lines}
+    folder = tmp_path_factory.mktemp("parallel")
+    outs = [folder / f"{index}.jsonl" for index in range(len(LAUNCHES))]
+    with ThreadPoolExecutor(max_workers=len(LAUNCHES)) as pool:
+        printed = list(pool.map(launch, outs, LAUNCHES))
+    found = {}
+    for out, text in zip(outs, printed, strict=True):
+        # For the report of a test that fails.
+        print(text)
+        for line in out.read_text().splitlines() if out.exists() else []:
+            values = json.loads(line)
+            found[values["case"]] = values["ranks"]
+    return found
 
 
 def of(results: dict[str, Any], case: str) -> list[dict[str, Any]]:

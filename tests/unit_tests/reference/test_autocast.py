@@ -147,15 +147,22 @@ class TestDelayedScaling:
             layer(random(TOKENS, FEATURES), True)
         assert forward_scale(layer).tolist() == [1.0, 1.0]
 
-    def test_a_reused_weight_records_no_amax(self) -> None:
-        layer = Layer()
+    @pytest.mark.parametrize("unfused", ["0", "1"])
+    def test_a_reused_weight_records_no_amax(
+        self, monkeypatch: pytest.MonkeyPatch, unfused: str
+    ) -> None:
+        """TE's fused update leaves a slot alone that recorded nothing; the unfused one moves it."""
+        monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)
+        layer, histories = Layer(), []
         for flag in (True, False):
-            with quantized("delayed"):
+            with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=4)):
                 layer(random(TOKENS, FEATURES), flag)
-            history = layer.module.fp8_meta["scaling_fwd"].amax_history
-            recorded = history[-1, :2].tolist()
-            assert recorded[0] > 0
-            assert (recorded[1] > 0) is flag
+            histories.append(layer.module.fp8_meta["scaling_fwd"].amax_history[:, :2].tolist())
+        amax = float(layer.module.weight.detach().abs().max())
+        inp = float(random(TOKENS, FEATURES).abs().max())
+        assert histories[0] == [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [inp, amax]]
+        moved = [amax, 0.0] if unfused == "1" else [0.0, amax]
+        assert histories[1] == [[0.0, 0.0], [0.0, 0.0], [inp, moved[0]], [inp, moved[1]]]
 
     def test_a_calibrating_region_rounds_and_observes_nothing(self) -> None:
         """TE 2.20 hands a linear no quantizers without FP8, so there is nothing to calibrate."""
