@@ -121,7 +121,9 @@ def fsdp_steps(run: str, fused: bool) -> tuple[list[float], list[torch.Tensor], 
     fusion = f"gradient_accumulation_fusion={str(fused).lower()}"
     description = describe(*MTP, *PRECISION["tensorwise"], fusion, *extra)
     said = Said()
-    logging.getLogger("megatron.quant_state.weight_cache").addHandler(said)
+    logger = logging.getLogger("megatron.quant_state.weight_cache")
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(said)
     with gpt.running(run):
         gpt.initialize()
         model = build.build_model(description, device=gpt.DEVICE)
@@ -159,7 +161,7 @@ def fsdp_steps(run: str, fused: bool) -> tuple[list[float], list[torch.Tensor], 
             getattr(parameter, "_local_tensor", parameter).detach().float().clone()
             for parameter in model.parameters()
         ]
-    logging.getLogger("megatron.quant_state.weight_cache").removeHandler(said)
+    logger.removeHandler(said)
     return losses, weights, said.lines
 
 
