@@ -63,7 +63,12 @@ def test_repeats_exact(row: str) -> None:
         # Not rounding: a whole call is missing.
         assert max(errors) > 0.2
     if precision not in ("bf16", "fp8_param"):
-        assert [step.quantizations for step in found] == [step.least for step in found]
+        counts = [step.quantizations for step in found]
+        assert counts == [step.quantizations for step in release]
+        # Where a layer is recomputed, TE's LayerNormLinear makes its first copy without the half
+        # that the replay reads, so the replay makes another one, in the first step alone.
+        first = 1 if "recompute_granularity" in "".join(overrides) else 0
+        assert counts[first:] == [step.least for step in found[first:]]
         assert found[0].least > 0
 
 

@@ -41,7 +41,7 @@ def names(tree: ast.AST) -> Iterator[str]:
 
 def touches_te(text: str) -> bool:
     return any(
-        name in OF_TE or name.startswith(LIBRARIES) and " " not in name
+        name in OF_TE or (name.startswith(LIBRARIES) and " " not in name)
         for name in names(ast.parse(text))
     )
 
