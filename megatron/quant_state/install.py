@@ -32,6 +32,7 @@ from megatron.quant_state.weight_cache import (
     arm_what_is_loaded,
     resolve_flag_and_refresh,
     set_is_first_microbatch,
+    write_flag_directly,
 )
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -93,6 +94,17 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+_flag_writes = partial(
+    Patch,
+    module=_WRAPPERS,
+    method="__setattr__",
+    parameters=("self", "name", "value"),
+    mentions=(),
+    wrap=write_flag_directly,
+    reaches="the flag that forward writes at every call, past nn.Module's search for a parameter",
+    inherited=True,
+)
+
 #: What needs Transformer Engine as well. Column- and row-parallel wrappers inherit these.
 TE_PATCHES: tuple[Patch, ...] = (
     _linear(
@@ -110,6 +122,9 @@ TE_PATCHES: tuple[Patch, ...] = (
         parameters=("self", "x", "m_splits"),
         reaches="grouped linears of MoE experts",
     ),
+    _flag_writes(class_name="TELinear"),
+    _flag_writes(class_name="TELayerNormColumnParallelLinear"),
+    _flag_writes(class_name="TEGroupedLinear"),
     Patch(
         module=_TE_BASE,
         class_name="TransformerEngineBaseModule",

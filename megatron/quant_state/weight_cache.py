@@ -28,6 +28,7 @@ __all__ = [
     "resolve_flag_and_refresh",
     "set_is_first_microbatch",
     "weights_changed",
+    "write_flag_directly",
 ]
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,30 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
         if flag is None:
             state[_FLAG] = owed
         return out
+
+    return wrapper
+
+
+def write_flag_directly(set_attribute: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``__setattr__`` of a TE linear wrapper: the flag goes straight into ``__dict__``.
+
+    Megatron's ``forward`` writes the flag at every call, and ``nn.Module.__setattr__`` looks for a
+    parameter, a module and a buffer of that name first, which costs more than all that this layer
+    adds to a call.
+
+    Args:
+        set_attribute: what the class inherits, for every other attribute.
+
+    Returns:
+        Callable: a function with the same signature.
+    """
+
+    @functools.wraps(set_attribute)
+    def wrapper(self: Any, name: str, value: Any) -> None:
+        if name == _FLAG:
+            self.__dict__[_FLAG] = value
+        else:
+            set_attribute(self, name, value)
 
     return wrapper
 
