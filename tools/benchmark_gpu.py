@@ -74,7 +74,11 @@ class Switch:
 
     def set(self, layer: bool) -> None:
         for item in self._patches:
-            setattr(item.owner, item.patch.method, item.after if layer else item.before)
+            value = item.after if layer else item.before
+            if value is not None:
+                setattr(item.owner, item.patch.method, value)
+            elif item.patch.method in item.owner.__dict__:
+                delattr(item.owner, item.patch.method)
 
     @contextmanager
     def on(self, layer: bool) -> Iterator[None]:
@@ -248,7 +252,7 @@ def one_step(chunk: Any, description: ModelDescription, microbatches: int) -> No
 
 
 def step(switch: Switch) -> dict[str, Any]:
-    """Step time in ms and peak memory in MiB of a GPT that keeps the GPU busy."""
+    """Step time in ms, of steps in a row, and peak memory in MiB of a GPT that keeps the GPU busy."""
     model, chunk, description = model_of()
     linears = [m for m in model.modules() if hasattr(m, WORKAROUND)]
     modes = ("release", "quant_state", "release again", "workaround")
@@ -261,24 +265,24 @@ def step(switch: Switch) -> dict[str, Any]:
                 layer._fp8_workspaces.clear()
 
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    for microbatches, rounds in ((1, 50), (4, 20)):
+    for microbatches, rounds, in_a_row in ((1, 7, 10), (4, 5, 4)):
         times: dict[str, list[float]] = {mode: [] for mode in modes}
         peaks: dict[str, float] = {}
-        for index in range(rounds + 2):
+        for index in range(rounds):
             for mode in modes if index % 2 else modes[::-1]:
                 set_mode(mode)
                 # Not timed: copies that the workaround dropped are made anew, and Python has
                 # specialised its code again after the classes were changed.
-                one_step(chunk, description, microbatches)
+                for _ in range(3):
+                    one_step(chunk, description, microbatches)
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
-                one_step(chunk, description, microbatches)
+                for _ in range(in_a_row):
+                    one_step(chunk, description, microbatches)
                 torch.cuda.synchronize()
-                taken = 1000 * (time.perf_counter() - start)
-                if index >= 2:
-                    times[mode].append(taken)
-                    peaks[mode] = torch.cuda.max_memory_allocated() / 2**20
+                times[mode].append(1000 * (time.perf_counter() - start) / in_a_row)
+                peaks[mode] = torch.cuda.max_memory_allocated() / 2**20
         measured = pairs(times)
         for mode in modes:
             measured[mode]["peak_mib"] = peaks[mode]
