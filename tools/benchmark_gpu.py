@@ -252,7 +252,7 @@ def one_step(chunk: Any, description: ModelDescription, microbatches: int) -> No
 
 
 def step(switch: Switch) -> dict[str, Any]:
-    """Step time in ms, of steps in a row, and peak memory in MiB of a GPT that keeps the GPU busy."""
+    """Step time in ms of steps in a row, and peak memory in MiB; the GPT keeps the GPU busy."""
     model, chunk, description = model_of()
     linears = [m for m in model.modules() if hasattr(m, WORKAROUND)]
     modes = ("release", "quant_state", "release again", "workaround")

@@ -201,8 +201,14 @@ def _train(
         for run in runs:
             with (job / f"{run}.log").open("w") as log:
                 arguments = ["-m", "megatron.quant_state.train", str(job), run]
+                # A worker ends when its stdin is closed, also by our own death.
                 process = _start(
-                    arguments, engine, stdout=log, stderr=subprocess.STDOUT, env=environment
+                    arguments,
+                    engine,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
                 )
             workers[run] = _Worker(run, job / run, process)
         waiting = dict(workers)
@@ -222,7 +228,8 @@ def _train(
     finally:
         for worker in workers.values():
             worker.process.kill()
-            worker.process.wait()
+            # Waits, and closes stdin.
+            worker.process.communicate()
     return workers
 
 

@@ -4,14 +4,17 @@
 Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.train JOB RUN``, or
 without the first module on real kernels. JOB is a folder with ``job.json``; this process writes to
 ``JOB/RUN``: ``events.jsonl``, one JSON object a line, and ``step{N}.npy``, all main_grads of step N
-one after the other, fp32.
+one after the other, fp32. It ends at once when its stdin is closed: then whoever wanted the answer
+is gone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,6 +47,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
     """
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     job, run = Path(arguments[0]), arguments[1]
     out = job / run
     out.mkdir()
@@ -55,6 +59,14 @@ def main(arguments: list[str]) -> int:
             _write(events, event="refused", error=error_to_json(error))
             return 2
     return 0
+
+
+def _end_with_stdin() -> None:
+    # The parent may be killed, which leaves it no time to kill us. Not sys.stdin, whose lock a
+    # process that ends by itself would then wait for.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 def _write(events: IO[str], **values: Any) -> None:

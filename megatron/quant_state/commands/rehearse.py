@@ -22,7 +22,7 @@ without any weight cache). Every main_grad is compared byte for byte.
 """
 
 _EPILOG = """\
-exit code: 0 the gradients with quant_state are exact; 1 they are not; 2 bad input
+exit code: 0 the gradients with quant_state are exact; 1 they are not; 2 bad input, or no answer
 
 examples:
   quant-state rehearse deepseek-v3-mtp2

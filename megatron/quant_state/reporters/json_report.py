@@ -16,7 +16,7 @@ REHEARSAL_SCHEMA = "quant-state/rehearsal/1"
 
 
 def render_rehearsal(rehearsal: Rehearsal) -> str:
-    """The rehearsal as JSON; numbers that are not finite are strings: ``inf``, ``-inf``, ``nan``."""
+    """The rehearsal as JSON; numbers that are not finite are texts: ``inf``, ``-inf``, ``nan``."""
     values: dict[str, Any] = {
         "schema": REHEARSAL_SCHEMA,
         "model": rehearsal.model,

@@ -14,6 +14,7 @@ from rich.text import Text
 from megatron.quant_state.rehearse import Rehearsal
 from megatron.quant_state.reporters.rehearsal import (
     TITLES,
+    WrongRow,
     summary_rows,
     verdict_sentence,
     wrong_rows,
@@ -23,6 +24,8 @@ __all__ = ["render_rehearsal"]
 
 # Wide enough for a folded parameter name; a narrower terminal wraps.
 _PIPED_WIDTH = 120
+# What is left to a name however many steps there are; numbers are never cut.
+_LEAST_NAME_WIDTH = 30
 
 
 def render_rehearsal(rehearsal: Rehearsal, *, color: bool = False) -> str:
@@ -53,23 +56,32 @@ def render_rehearsal(rehearsal: Rehearsal, *, color: bool = False) -> str:
     console.print(table)
     for run_name, title in TITLES.items():
         rows = wrong_rows(getattr(rehearsal, run_name), rehearsal.steps)
-        if not rows:
-            continue
-        table = Table(
-            title=f"{title}: relative error of main_grad against the truth",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
-        table.add_column("parameter", overflow="fold")
-        table.add_column("", justify="right")
-        for step in range(1, rehearsal.steps + 1):
-            table.add_column(f"step {step}", justify="right")
-        for item in rows:
-            errors = ["" if error is None else f"{error:.3g}" for error in item.errors]
-            table.add_row(Text(item.name), f"x{item.count}" if item.count > 1 else "", *errors)
-        console.print(table)
+        if rows:
+            console.print(Text(f"{title}: relative error of main_grad against the truth"))
+            _print_wrong(console, rows, rehearsal.steps, width)
     sentence = Text(verdict_sentence(rehearsal))
     sentence.stylize("bold green" if rehearsal.verdict == "exact" else "bold red")
-    console.print(sentence)
+    console.print(sentence, soft_wrap=True)
     return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+
+
+def _print_wrong(console: Console, rows: list[WrongRow], steps: int, width: int) -> None:
+    headers = ["", *(f"step {step}" for step in range(1, steps + 1))]
+    lines = [
+        [
+            f"x{row.count}" if row.count > 1 else "",
+            *("" if error is None else f"{error:.3g}" for error in row.errors),
+        ]
+        for row in rows
+    ]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("parameter", overflow="fold")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
+        table.add_row(Text(row.name), *line)
+    columns = zip(headers, *lines, strict=True)
+    # rich puts three blanks between columns.
+    numbers = sum(3 + max(map(len, column)) for column in columns)
+    console.width = max(width, numbers + _LEAST_NAME_WIDTH)
+    console.print(table)
