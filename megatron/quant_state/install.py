@@ -21,13 +21,13 @@ from megatron.quant_state.patching import (
     restore_patches,
 )
 from megatron.quant_state.recompute import (
-    RecomputeState,
     keep_precision,
     nest_enter,
     nest_exit,
     prepare_replayed_call,
 )
 from megatron.quant_state.recompute_probe import megatron_restores_precision
+from megatron.quant_state.recompute_state import RecomputeState
 from megatron.quant_state.weight_cache import (
     arm_what_is_loaded,
     resolve_flag_and_refresh,

@@ -14,7 +14,14 @@ import yaml
 
 from megatron.quant_state.errors import InputError, Location
 
-__all__ = ["LocatedDocument", "nearest", "parse_yaml", "read_text", "read_yaml"]
+__all__ = [
+    "DuplicateKeyError",
+    "LocatedDocument",
+    "nearest",
+    "parse_yaml",
+    "read_text",
+    "read_yaml",
+]
 
 #: A path of mapping keys and list indices from the root, e.g. ``("ddp", "bucket_size")``.
 KeyPath = tuple[Any, ...]
@@ -25,6 +32,10 @@ _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 
 # Aliases share nodes, so a few lines can stand for billions of values.
 _MOST_VALUES = 100_000
+
+
+class DuplicateKeyError(InputError):
+    """A mapping has a key twice; YAML readers keep the last one and say nothing."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,12 @@ def read_yaml(path: str | Path) -> LocatedDocument:
 def parse_yaml(text: str, file: str) -> LocatedDocument:
     """Plain values and locations of YAML text; ``file`` is the name that locations carry.
 
-    An empty document has the value None.
+    An empty document has the value None. Keys stand in the order in which PyYAML has them, those
+    of a ``<<`` merge first.
 
     Raises:
-        InputError: malformed YAML, a duplicate or unusable key, a tag beyond YAML's core types.
+        DuplicateKeyError: a mapping has a key twice.
+        InputError: malformed YAML, an unusable key, a tag beyond YAML's core types.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -127,10 +140,13 @@ class _Reader:
     def at(self, node: yaml.Node) -> Location:
         return Location(self.file, node.start_mark.line + 1, node.start_mark.column + 1)
 
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.values_read += 1
+    def count(self, values: int) -> None:
+        self.values_read += values
         if self.values_read > _MOST_VALUES:
             raise InputError(f"more than {_MOST_VALUES} values", Location(self.file))
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.count(1)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -157,27 +173,43 @@ class _Reader:
         if node.tag != "tag:yaml.org,2002:map":
             raise InputError(f"the tag {_short(node.tag)} cannot be used here", self.at(node))
         values: dict[Any, Any] = {}
-        own: dict[Any, Location] = {}
-        merged: list[yaml.Node] = []
-        for key_node, value_node in node.value:
-            if key_node.tag == _MERGE_TAG:
-                is_list = isinstance(value_node, yaml.SequenceNode)
-                merged += value_node.value if is_list else [value_node]
-                continue
-            key, where = self.key(key_node)
-            if key in own:
-                message = f"duplicate key '{key}', first given at line {own[key].line}"
-                raise InputError(f"{message}; keep one of them", where)
-            own[key] = where
+        pairs = [(*self.key(key_node), value_node) for key_node, value_node in self.own(node)]
+        self.check_duplicates(pairs)
+        # As in PyYAML, what is merged comes first, and what the mapping says itself wins.
+        for key, where, value_node in self.merged(node):
+            if key not in values:
+                self.add(values, (*path, key), where, value_node)
+        for key, where, value_node in pairs:
             self.add(values, (*path, key), where, value_node)
-        for source in merged:
-            if not isinstance(source, yaml.MappingNode):
-                raise InputError("'<<' merges a mapping, found something else", self.at(source))
-            for key_node, value_node in source.value:
-                key, where = self.key(key_node)
-                if key not in values:
-                    self.add(values, (*path, key), where, value_node)
         return values
+
+    def own(self, node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+        return [pair for pair in node.value if pair[0].tag != _MERGE_TAG]
+
+    def merged(self, node: yaml.MappingNode) -> list[tuple[Any, Location, yaml.Node]]:
+        """What ``<<`` brings in: keys, places and values; of equal keys the first one counts."""
+        found = []
+        for key_node, value_node in node.value:
+            if key_node.tag != _MERGE_TAG:
+                continue
+            is_list = isinstance(value_node, yaml.SequenceNode)
+            for source in value_node.value if is_list else [value_node]:
+                if not isinstance(source, yaml.MappingNode):
+                    raise InputError("'<<' merges a mapping, found something else", self.at(source))
+                self.count(len(source.value))
+                own = [(*self.key(key), value) for key, value in self.own(source)]
+                own_keys = {key for key, _, _ in own}
+                found += [item for item in self.merged(source) if item[0] not in own_keys]
+                found += own
+        return found
+
+    def check_duplicates(self, pairs: list[tuple[Any, Location, yaml.Node]]) -> None:
+        places: dict[Any, Location] = {}
+        for key, where, _ in pairs:
+            if key in places:
+                message = f"duplicate key '{key}', first given at line {places[key].line}"
+                raise DuplicateKeyError(f"{message}; keep one of them", where)
+            places[key] = where
 
     def add(self, to: dict[Any, Any], path: KeyPath, where: Location, node: yaml.Node) -> None:
         self.locations[path] = where

@@ -15,15 +15,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron.quant_state.errors import UnsupportedVersionError
+from megatron.quant_state.recompute_state import Calls, Queues, RecomputeState
 
-__all__ = ["RecomputeState", "keep_precision", "nest_enter", "nest_exit", "prepare_replayed_call"]
+__all__ = ["keep_precision", "nest_enter", "nest_exit", "prepare_replayed_call"]
 
-# Globals of TE's ``pytorch/distributed.py``, from 2.19 on and before: inside a region, replaying.
-_GLOBALS = (
-    ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
-    ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
-)
 # ``prepare_forward`` of TE 2.9 to 2.20.
 _PREPARE_PARAMETERS = (
     "self",
@@ -37,133 +32,13 @@ _FIRST = 4
 # In the ``__dict__`` of an activation_recompute_forward: what was there before each entry.
 _BEFORE = "_quant_state_before"
 
-#: A module's queue of stashed scales, and what is or was in it.
-_Queues = list[tuple[Any, tuple[Any, ...]]]
-
 # The region that is being replayed; an inner replay runs inside an outer one's backward or forward.
 _replaying: _Region | None = None
+# What the innermost region's forward has called so far.
+_calls: Calls | None = None
 
 
-class RecomputeState:
-    """TE's process-wide state that a region touches, whatever this TE calls it.
-
-    Args:
-        manager: TE's FP8GlobalStateManager. Its ``quantization_state`` (from 2.15 on) is looked up
-            at every use, since ``reset()`` replaces it.
-        distributed: TE's module ``pytorch/distributed.py``.
-
-    Raises:
-        UnsupportedVersionError: something is missing; the message names it.
-    """
-
-    def __init__(self, manager: Any, distributed: Any) -> None:
-        self.manager = manager
-        self._globals = vars(distributed)
-        found = [names for names in _GLOBALS if all(name in self._globals for name in names)]
-        depth_name = (
-            "autocast_depth" if hasattr(manager, "quantization_state") else "AUTOCAST_DEPTH"
-        )
-        self._depth_name = depth_name
-        context: Any = getattr(distributed, "activation_recompute_forward", None)
-        missing = [
-            f"FP8GlobalStateManager.{name}"
-            for name in (
-                "get_autocast_state",
-                "set_autocast_state",
-                "get_fp8_recipe",
-                "is_first_fp8_module",
-                "restore_fp8_meta_tensors",
-            )
-            if not callable(getattr(manager, name, None))
-        ]
-        missing += [
-            f"the manager's {name}"
-            for name in (depth_name, "fp8_tensors_recompute_buffer")
-            if not hasattr(self._state, name)
-        ]
-        if not found:
-            missing.append(f"the globals {' or '.join(map(' and '.join, _GLOBALS))}")
-        if not isinstance(getattr(context, "_is_first_fp8_module", None), list):
-            missing.append("the list activation_recompute_forward._is_first_fp8_module")
-        if missing:
-            raise UnsupportedVersionError(
-                f"transformer-engine has not, for activation recompute: {', '.join(missing)}. "
-                "Nothing was patched."
-            )
-        self._region, self._phase = found[0]
-        self._context = context
-
-    @property
-    def _state(self) -> Any:
-        return getattr(self.manager, "quantization_state", self.manager)
-
-    @property
-    def firsts(self) -> list[bool]:
-        """TE's own list of first-module flags, of regions that are still to be replayed."""
-        firsts: list[bool] = self._context._is_first_fp8_module
-        return firsts
-
-    def save(self) -> tuple[Any, int, bool, bool]:
-        """Autocast state as TE's manager returns it, autocast depth, region, phase."""
-        values = self._globals
-        return (
-            self.manager.get_autocast_state(),
-            getattr(self._state, self._depth_name),
-            values[self._region],
-            values[self._phase],
-        )
-
-    def restore(self, saved: tuple[Any, int, bool, bool]) -> None:
-        """Set all that :meth:`save` returned.
-
-        Unlike leaving an autocast this reduces no amax, and unlike leaving TE's own region it ends
-        nothing that is still going on.
-        """
-        autocast, depth, region, phase = saved
-        self.manager.set_autocast_state(autocast)
-        setattr(self._state, self._depth_name, depth)
-        self.set_phase(region, phase)
-
-    @property
-    def phase_name(self) -> tuple[dict[str, Any], str]:
-        """The globals of TE's module, and the name there that says whether this is a replay."""
-        return self._globals, self._phase
-
-    def phase(self) -> tuple[bool, bool]:
-        """Whether a region runs, and whether it is a replay."""
-        values = self._globals
-        return values[self._region], values[self._phase]
-
-    def set_phase(self, region: bool, phase: bool) -> None:
-        """Set what :meth:`phase` returns."""
-        self._globals[self._region] = region
-        self._globals[self._phase] = phase
-
-    def queues(self) -> _Queues:
-        """The queues of stashed scales, one a module, and what is in each; delayed scaling only."""
-        return [(queue, tuple(queue)) for queue in self._state.fp8_tensors_recompute_buffer]
-
-    def take_appended(self, before: _Queues) -> _Queues:
-        """Take out what was appended since ``before``; empty queues are left out."""
-        taken: _Queues = []
-        lengths = [len(old) for _, old in before]
-        queues = self._state.fp8_tensors_recompute_buffer
-        # Queues are only ever added, at the end.
-        lengths += [0] * (len(queues) - len(lengths))
-        for queue, length in zip(queues, lengths, strict=True):
-            count = len(queue) - length
-            if count > 0:
-                items = [queue.pop() for _ in range(count)]
-                taken.append((queue, tuple(reversed(items))))
-        return taken
-
-
-def _taken(before: _Queues) -> _Queues:
-    """What was taken from the queues' fronts since ``before``."""
-    return [(queue, old[: len(old) - len(queue)]) for queue, old in before if len(queue) < len(old)]
-
-
-def _put_in_front(stashes: _Queues) -> None:
+def _put_in_front(stashes: Queues) -> None:
     for queue, items in stashes:
         queue.extendleft(reversed(items))
 
@@ -190,11 +65,11 @@ class _Region:
         self._te = te
         self._function = function
         self._recorded: tuple[Any, int, bool, bool] | None = None
-        self._stashes: _Queues = []
+        self._stashes: Queues = []
         #: Whether the first module of the autocast, whose backward reduces amaxes, is in here.
         self.first = False
         #: Whether only one module may be told so.
-        self.first_once = True
+        self.first_once = False
         #: In a replay: whether a module has been told that it is the first.
         self.first_given = False
         #: In a replay: ``fp8_meta`` of the modules that have run, whose scales TE swaps meanwhile.
@@ -206,69 +81,71 @@ class _Region:
         return self._replay(self._recorded, args)
 
     def _forward(self, args: tuple[Any, ...]) -> Any:
+        global _calls
         te = self._te
         outer = te.save()
-        autocast, depth, _, replaying = outer
+        autocast, depth, region, replaying = outer
+        firsts = te.firsts
+        waiting = firsts.copy()
+        enclosing = _calls
+        calls = _calls = {}
         # A forward inside a replay repeats a part of what is replayed, so it takes the scales that
         # were stashed for that and leaves the phase alone.
-        before, firsts = te.queues(), te.firsts.copy()
         te.set_phase(True, replaying)
         try:
             outputs = self._function(*args)
         except BaseException:
-            self._put_back(before, firsts)
+            self._take_stashes(calls, replaying)
             te.restore(outer)
             raise
-        self._stashes = _taken(before) if replaying else te.take_appended(before)
-        # Gradients are off, so no region that was entered inside has a replay of its own.
-        te.firsts[:] = firsts
-        te.set_phase(*outer[2:])
+        finally:
+            _calls = enclosing
+            # Gradients are off, so no region that was entered inside has a replay of its own.
+            firsts[:] = waiting
+        te.set_phase(region, replaying)
+        self._stashes = self._take_stashes(calls, replaying)
         self.first = bool(autocast[_FIRST]) and not _first_is_given()
-        # In a replay of TE's own each module is told that it is the first, and so it stays.
-        self.first_once = not replaying or _replaying is not None
-        self._recorded = (
-            (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :]),
-            depth,
-            True,
-            True,
-        )
-        if self.first and self.first_once and self._stashes:
-            # Without recompute a module in here would have taken the flag by now.
-            te.manager.is_first_fp8_module()
-            if _replaying is not None:
-                _replaying.first_given = True
+        # Amaxes wait for the first module's backward. In a replay of TE's own each module is told
+        # that it is the first, and so it stays.
+        if self.first and (not replaying or _replaying is not None):
+            self.first_once = True
+            if any(parameters for *_, parameters in calls.values()):
+                # Without recompute a module in here would have taken the flag by now.
+                te.manager.is_first_fp8_module()
+        state = (*autocast[:_FIRST], self.first, *autocast[_FIRST + 1 :])
+        self._recorded = (state, depth, True, True)
         return outputs
+
+    def _take_stashes(self, calls: Calls, replaying: bool) -> Queues:
+        return self._te.taken(calls) if replaying else self._te.take_stashed(calls)
 
     def _replay(self, recorded: tuple[Any, int, bool, bool], args: tuple[Any, ...]) -> Any:
         global _replaying
         te = self._te
         outer = te.save()
-        before, firsts = te.queues(), te.firsts.copy()
+        waiting = te.firsts.copy()
+        stashes = self._stashes
+        before = [(queue, tuple(queue)) for queue, _ in stashes]
         enclosing = _replaying
         self.first_given = False
-        self.swapped = []
         _replaying = self
-        _put_in_front(self._stashes)
+        _put_in_front(stashes)
         te.restore(recorded)
         try:
             return self._function(*args)
         except BaseException:
-            self._put_back(before, firsts)
+            for queue, items in before:
+                queue.clear()
+                queue.extend(items)
+            te.firsts[:] = waiting
             for meta in self.swapped:
                 if "updated_scale_fwd" in meta:
                     te.manager.restore_fp8_meta_tensors(meta)
             raise
         finally:
-            self.swapped = []
+            self.swapped.clear()
             _replaying = enclosing
             te.restore(outer)
-
-    def _put_back(self, before: _Queues, firsts: list[bool]) -> None:
-        self._te.take_appended(before)
-        for queue, old in before:
-            queue.clear()
-            queue.extend(old)
-        self._te.firsts[:] = firsts
 
 
 def _first_is_given() -> bool:
@@ -327,18 +204,24 @@ def prepare_replayed_call(
     Source: Transformer Engine 2.20.2, ``module/base.py: prepare_forward``,
     ``module/linear.py: _check_fp8_reduce_and_update``.
     """
-    # Every call of every module passes here, so what is no replay costs one look-up.
-    values, replaying = te.phase_name
+    values, phase_name = te.globals, te.phase_name
 
     def prepare_replay(module: Any, inp: Any, num_gemms: int) -> None:
         _take_ambient_state(module, te, num_gemms)
         if _replaying is not None and module.fp8:
             _replaying.swapped.append(module.fp8_meta)
-            if _replaying.first and _replaying.first_once:
+            if _replaying.first_once:
                 _give_first_once(_replaying, module, te, inp)
 
+    def note(module: Any, calls: Calls) -> None:
+        if te.manager.is_fp8_enabled():
+            meta = module.fp8_meta
+            if id(meta) not in calls:
+                calls[id(meta)] = (meta, tuple(te.queue_of(meta)), bool(_parameters(module)))
+
     if tuple(inspect.signature(prepare_forward).parameters) == _PREPARE_PARAMETERS:
-        # Python calls a function of plain arguments several times as fast.
+        # Every call of every module passes here, and Python calls a function of plain arguments
+        # several times as fast.
         @functools.wraps(prepare_forward)
         def wrapper_of_four(
             self: Any,
@@ -347,8 +230,10 @@ def prepare_replayed_call(
             allow_non_contiguous: bool = False,
             allow_different_data_and_param_types: bool = False,
         ) -> Any:
-            if values[replaying]:
+            if values[phase_name]:
                 prepare_replay(self, inp, num_gemms)
+            if _calls is not None:
+                note(self, _calls)
             return prepare_forward(
                 self, inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
             )
@@ -357,8 +242,10 @@ def prepare_replayed_call(
 
     @functools.wraps(prepare_forward)
     def wrapper(self: Any, inp: Any, num_gemms: int = 1, *args: Any, **kwargs: Any) -> Any:
-        if values[replaying]:
+        if values[phase_name]:
             prepare_replay(self, inp, num_gemms)
+        if _calls is not None:
+            note(self, _calls)
         return prepare_forward(self, inp, num_gemms, *args, **kwargs)
 
     return wrapper
@@ -375,15 +262,19 @@ def _take_ambient_state(module: Any, te: RecomputeState, num_gemms: int) -> None
     module.init_fp8_metadata(num_gemms=num_gemms)
 
 
+def _parameters(module: Any) -> list[Any]:
+    """Attention has none, and never takes the first-module flag."""
+    return [item for item in module._parameters.values() if item is not None]
+
+
 def _give_first_once(region: _Region, module: Any, te: RecomputeState, inp: Any) -> None:
     import torch
 
     if region.first_given:
         te.manager.is_first_fp8_module()
         return
-    parameters = [item for item in module._parameters.values() if item is not None]
+    parameters = _parameters(module)
     wanted = inp.requires_grad or any(item.requires_grad for item in parameters)
-    # Attention has no parameters and never takes the flag.
     region.first_given = bool(parameters) and wanted and torch.is_grad_enabled()
 
 
@@ -399,16 +290,18 @@ def nest_enter(enter: Callable[..., Any], te: RecomputeState) -> Callable[..., A
     def wrapper(self: Any) -> Any:
         outer = te.phase()
         inside_replay = outer[1] and self.activation_recompute and not self.recompute_phase
-        queues = te.queues() if inside_replay else None
+        global _calls
         try:
             result = enter(self)
         except BaseException:
             te.set_phase(*outer)
             raise
+        before = _calls
         if inside_replay:
+            _calls = {}
             te.set_phase(True, True)
             te.firsts.insert(0, te.firsts.pop() and not _first_is_given())
-        self.__dict__.setdefault(_BEFORE, []).append((outer, queues))
+        self.__dict__.setdefault(_BEFORE, []).append((outer, inside_replay, before))
         return result
 
     return wrapper
@@ -422,12 +315,14 @@ def nest_exit(leave: Callable[..., Any], te: RecomputeState) -> Callable[..., An
 
     @functools.wraps(leave)
     def wrapper(self: Any, *exc_details: Any) -> Any:
+        global _calls
         result = leave(self, *exc_details)
         entries = self.__dict__.get(_BEFORE)
         if entries:
-            outer, queues = entries.pop()
-            if queues is not None:
-                _put_in_front(_taken(queues))
+            outer, inside_replay, before = entries.pop()
+            if inside_replay:
+                _put_in_front(te.taken(_calls or {}))
+                _calls = before
             te.set_phase(*outer)
         return result
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron.quant_state.errors import UnsupportedVersionError
-from megatron.quant_state.recompute import RecomputeState
+from megatron.quant_state.recompute_state import RecomputeState
 
 __all__ = ["megatron_restores_precision"]
 

@@ -22,9 +22,10 @@ import numpy as np
 from megatron.quant_state import reference
 from megatron.quant_state.errors import WorkerError
 from megatron.quant_state.model import ModelDescription, error_from_json
+from megatron.quant_state.replays import Replay
 from megatron.quant_state.twin import Change, build_twin
 
-__all__ = ["ENGINES", "Rehearsal", "Run", "WrongGradient", "rehearse"]
+__all__ = ["ENGINES", "Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
 
 #: What computes: the emulation on the CPU, or the real library on a GPU.
 ENGINES = ("reference", "transformer-engine")
@@ -68,6 +69,8 @@ class Run:
         stale_reads: forwards that used a cached weight other than the current one.
         losses: mean over the microbatches, one a step.
         seconds_per_step: mean, forward to optimizer.
+        replays_in_another_precision: modules of recomputed regions whose replay ran in another
+            precision than their forward, in the order of steps.
     """
 
     parameters: int
@@ -77,6 +80,7 @@ class Run:
     stale_reads: int
     losses: tuple[float, ...]
     seconds_per_step: float
+    replays_in_another_precision: tuple[Replay, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,14 @@ class Rehearsal:
 
     @property
     def verdict(self) -> str:
-        """``exact`` when the layer's gradients are the truth bit for bit, else ``wrong``."""
-        exact = not self.quant_state.wrong and self.truth_is_checked is not False
-        return "exact" if exact else "wrong"
+        """``exact`` or ``wrong``.
+
+        Exact when the layer's gradients are the truth bit for bit, and every region was replayed in
+        the precision of its forward.
+        """
+        run = self.quant_state
+        exact = not run.wrong and not run.replays_in_another_precision
+        return "exact" if exact and self.truth_is_checked is not False else "wrong"
 
 
 @dataclass
@@ -310,4 +319,9 @@ def _summary(job: Path, worker: _Worker, parameters: Any, steps: int) -> Run:
         stale_reads=total("stale_reads") + total("empty_reads"),
         losses=tuple(event["loss"] for event in done),
         seconds_per_step=sum(event["seconds"] for event in done) / len(done),
+        replays_in_another_precision=tuple(
+            Replay(**replay)
+            for event in done
+            for replay in event.get("replays_in_another_precision", ())
+        ),
     )

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "Call",
     "Counters",
+    "calls",
     "counters",
     "forget",
     "install",
     "never_overwrite",
     "provide_fused_weight_gradient",
+    "record_calls",
 ]
 
 _MODULES = {
@@ -31,6 +34,35 @@ _MODULES = {
     "transformer_engine.pytorch.module.grouped_linear": "_GroupedLinear",
 }
 _BASE = "transformer_engine.pytorch.module.base"
+
+
+_KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
+#: TE's question to a recipe, and Megatron's word for the answer.
+_PRECISIONS = {
+    "delayed": "delayed",
+    "float8_current_scaling": "tensorwise",
+    "float8_block_scaling": "blockwise",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward of a linear module; attention is not recorded.
+
+    Attributes:
+        module: the module; hold it to name it through ``named_modules``.
+        precision: what the call computed in: ``bf16`` (not quantized, whatever the dtype),
+            ``delayed``, ``tensorwise``, ``blockwise``, ``mxfp8`` or ``nvfp4``.
+        grad_enabled: grad mode of the call.
+        in_backward: whether a backward pass made the call: with gradients, it is a replay.
+    """
+
+    module: object
+    precision: str
+    grad_enabled: bool
+    in_backward: bool
 
 
 @dataclass
@@ -60,6 +92,11 @@ class Counters:
 #: The one instance, never replaced.
 counters = Counters()
 
+#: Calls in the order of their ends, while recording is on. Never replaced.
+calls: list[Call] = []
+
+_recording = False
+_recorders_installed = False
 _never_overwrite = False
 _installed = False
 # Data pointers of what has been handed to TE as a weight; quantizers see other tensors too.
@@ -80,6 +117,20 @@ def never_overwrite(enabled: bool) -> None:
     global _never_overwrite
     install()
     _never_overwrite = enabled
+
+
+def record_calls(enabled: bool) -> None:
+    """Switch the recording of ``calls`` on, from an empty list, or off, which keeps the list."""
+    global _recording, _recorders_installed
+    if enabled and not _recorders_installed:
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        for name in _KINDS:
+            kind = getattr(pytorch, name)
+            kind.forward = _recorded(kind.forward)
+        _recorders_installed = True
+    if enabled:
+        calls.clear()
+    _recording = enabled
 
 
 def forget() -> None:
@@ -173,6 +224,32 @@ def _accumulating(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return wrapper
+
+
+def _recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        grad_enabled = torch.is_grad_enabled()
+        out = forward(self, *args, **kwargs)
+        if _recording:
+            in_backward = torch._C._current_graph_task_id() != -1
+            calls.append(Call(self, _precision(self), grad_enabled, in_backward))
+        return out
+
+    return wrapper
+
+
+def _precision(module: Any) -> str:
+    if not module.fp8:
+        return "bf16"
+    recipe = module.fp8_meta["recipe"]
+    for question, word in _PRECISIONS.items():
+        answer = getattr(recipe, question, None)
+        if answer is not None and answer():
+            return word
+    return type(recipe).__name__
 
 
 def _counting_uses(quantize_weight: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,20 +17,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
 from megatron.quant_state.errors import InputError
 from megatron.quant_state.model import ModelDescription, error_to_json
-from megatron.quant_state.package_info import __version__
+from megatron.quant_state.package_info import PACKAGE_NAME, __version__
+from megatron.quant_state.replays import replays_in_another_precision
 
-__all__ = ["RUNS", "main"]
+__all__ = ["RUNS", "end_with_stdin", "main"]
 
 #: What a process can train, and how it differs from the release as it is.
 RUNS = {
-    "truth": "the release's own cache, refreshed every step, main_grad never overwritten",
-    "no_cache": "the release with disable_parameter_transpose_cache: no cache, no overwriting",
+    "truth": "the release's own cache, refreshed every step, main_grad never overwritten, regions "
+    "replayed in the precision of their forward",
+    "no_cache": "the release with disable_parameter_transpose_cache: no cache, no overwriting; "
+    "replays as in the truth",
     "release": "the release; its optimizer is handed the truth's gradients",
     "quant_state": "the release with megatron.quant_state installed",
 }
@@ -47,7 +50,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
     """
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    threading.Thread(target=end_with_stdin, daemon=True).start()
     job, run = Path(arguments[0]), arguments[1]
     out = job / run
     out.mkdir()
@@ -61,7 +64,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _end_with_stdin() -> None:
+def end_with_stdin() -> None:
+    """End this process at once when its stdin is closed; runs until then."""
     # The parent may be killed, which leaves it no time to kill us. Not sys.stdin, whose lock a
     # process that ends by itself would then wait for.
     while os.read(0, 1):
@@ -89,6 +93,8 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     build.initialize_single_process(_SEED)
     # In every run, so that the same words come whichever of two ends first.
     build.check_model(ModelDescription.from_dict(given["full"]))
+    if run in ("truth", "no_cache"):
+        _replay_in_the_precision_of_the_forward()
     if run == "truth":
         probe.never_overwrite(True)
     elif run == "no_cache":
@@ -102,6 +108,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     chunk = build.build_ddp(model, twin)
     optimizer = build.build_optimizer([chunk], twin)
     build.connect_schedule([chunk], optimizer)
+    modules = {id(module): name for name, module in model.named_modules()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _write(
         events,
@@ -113,11 +120,12 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             "torch": torch.__version__,
             **_engine_version(engine),
             "megatron-core": megatron_version(),
-            "megatron-quant-state": __version__,
+            PACKAGE_NAME: __version__,
         },
     )
     for step in range(1, given["steps"] + 1):
         probe.counters.reset()
+        probe.record_calls(True)
         start = time.perf_counter()
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -135,6 +143,9 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             micro_batch_size=twin.micro_batch_size,
             forward_only=False,
         )
+        replays = replays_in_another_precision(probe.calls, modules, step)
+        probe.record_calls(False)
+        probe.calls.clear()
         flat = torch.cat([p.main_grad.detach().float().flatten() for _, p in named])
         numpy.save(job / run / f"step{step}.npy", flat.cpu().numpy())
         if run == "release":
@@ -154,7 +165,22 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             weight_quantizations_least=len(probe.counters.weights_used),
             stale_reads=probe.counters.stale_reads,
             empty_reads=probe.counters.empty_reads,
+            replays_in_another_precision=[asdict(replay) for replay in replays],
         )
+
+
+def _replay_in_the_precision_of_the_forward() -> None:
+    """The layer's patches of recompute alone: a truth that is replayed in BF16 would be none."""
+    from transformer_engine.pytorch import distributed
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    from megatron.quant_state.install import RECOMPUTE_PATCHES
+    from megatron.quant_state.patching import apply_patches
+    from megatron.quant_state.recompute_probe import megatron_restores_precision
+    from megatron.quant_state.recompute_state import RecomputeState
+
+    if not megatron_restores_precision(RecomputeState(FP8GlobalStateManager, distributed)):
+        apply_patches(RECOMPUTE_PATCHES)
 
 
 def _probe(engine: str) -> Any:

@@ -133,21 +133,27 @@ class Twin:
 
 
 def build_twin(
-    description: ModelDescription, *, keep_pipeline: bool = False, on_gpu: bool = False
+    description: ModelDescription,
+    *,
+    keep_pipeline: bool = False,
+    keep_widths: bool = False,
+    on_gpu: bool = False,
 ) -> Twin:
     """The twin of a model; no width is ever made larger.
 
     Args:
         description: the full model.
         keep_pipeline: keep the pipeline split, for a plan of each stage; a run wants one process.
+        keep_widths: cut nothing, only fit one process: the full model's shapes, on the meta device.
         on_gpu: for real kernels: wider, and in the precision that the model says.
 
     Raises:
         InputError: a width is not a number.
     """
     cutter = _Cutter(description, on_gpu)
-    _cut_attention(cutter)
-    _cut_mlp_and_experts(cutter)
+    if not keep_widths:
+        _cut_attention(cutter)
+        _cut_mlp_and_experts(cutter)
     _fit_one_process(cutter, keep_pipeline)
     return cutter.twin()
 

@@ -13,12 +13,12 @@ import torch
 
 from megatron.quant_state.errors import UnsupportedVersionError
 from megatron.quant_state.recompute import (
-    RecomputeState,
     keep_precision,
     nest_enter,
     nest_exit,
     prepare_replayed_call,
 )
+from megatron.quant_state.recompute_state import RecomputeState
 
 
 class OldManager:
@@ -127,11 +127,23 @@ class Engine:
         replay: Callable[..., Any] = context.run_function
         return replay
 
-    def module(self, name: str, calls: list[Any]) -> Callable[[], None]:
-        """A delayed-scaling module that notes the scale it computes with."""
+    def module(
+        self,
+        name: str,
+        calls: list[Any],
+        *parameters: torch.Tensor,
+        raises: int = 0,
+        requires_grad: bool = False,
+    ) -> Callable[[], None]:
+        """A delayed-scaling module that notes the scale it computes with, and the flag.
+
+        In its call number ``raises`` it raises; TE 2.9 then restores no scale.
+        """
         queue: deque[Any] = deque()
-        OldManager.fp8_tensors_recompute_buffer.append(queue)
+        queues = OldManager.fp8_tensors_recompute_buffer
+        queues.append(queue)
         meta = {"recipe": self.recipe, "scale": 1.0}
+        meta["global_fp8_buffer_pos_fwd_recompute"] = len(queues) - 1
 
         def init_fp8_metadata(num_gemms: int) -> None:
             module.fp8 = OldManager.FP8_ENABLED
@@ -144,17 +156,24 @@ class Engine:
             meta["scale"] = queue.popleft()
 
         module: Any = SimpleNamespace(
-            fp8=True, fp8_meta=meta, _parameters={}, te=self.te, init_fp8_metadata=init_fp8_metadata
+            fp8=True,
+            fp8_meta=meta,
+            _parameters=dict(enumerate([*parameters, None])),
+            te=self.te,
+            init_fp8_metadata=init_fp8_metadata,
         )
         prepare = prepare_replayed_call(prepare_forward, self.te)
 
         def run() -> None:
-            prepare(module, torch.zeros(1))
-            calls.append((name, meta["scale"]))
+            prepare(module, torch.zeros(1, requires_grad=requires_grad))
+            calls.append((name, meta["scale"], OldManager.IS_FIRST_FP8_MODULE))
+            if len(calls) == raises:
+                raise InterruptedError
             if self.te.phase()[1]:
                 OldManager.restore_fp8_meta_tensors(meta)
-            # Amaxes move the scale.
-            meta["scale"] += 1
+            else:
+                # Amaxes move the scale.
+                meta["scale"] += 1
 
         return run
 
@@ -189,12 +208,18 @@ def test_an_old_te_has_its_state_restored(engine: Engine) -> None:
 def test_each_replay_gets_its_own_scales_however_often(engine: Engine) -> None:
     calls: list[Any] = []
     module = engine.module("a", calls)
-    replays = [engine.forward(module) for _ in range(3)]
+
+    def twice() -> None:
+        module()
+        module()
+
+    replays = [engine.forward(twice) for _ in range(3)]
     forward = calls.copy()
+    assert [scale for _, scale, _ in forward] == [1, 2, 3, 4, 5, 6]
     for index in (2, 0, 1, 0):
         calls.clear()
         replays[index]()
-        assert calls == [forward[index]]
+        assert calls == forward[2 * index : 2 * index + 2]
     assert [list(queue) for queue in OldManager.fp8_tensors_recompute_buffer] == [[]]
 
 
@@ -209,20 +234,91 @@ def test_tes_region_inside_a_replay_keeps_phase_and_scales(engine: Engine) -> No
         other()
 
     phases: list[Any] = []
+    # A region of TE's own waits for its replay meanwhile.
+    engine.te.firsts.append(False)
     replay = engine.forward(function)
-    assert engine.te.firsts == []
+    assert engine.te.firsts == [False]
     forward = calls.copy()
     calls.clear()
     replay()
     assert calls == forward
     assert phases == [(True, False), (True, True)]
     # Its own replay comes next and finds the scale and the flag of the same forward.
-    assert engine.te.firsts == [True]
+    assert engine.te.firsts == [True, False]
     calls.clear()
     with engine.context(True, True):
         module()
     assert calls == [forward[0]]
+    assert engine.te.firsts == [False]
+
+
+def test_one_module_of_a_replay_is_the_first(engine: Engine) -> None:
+    """TE gives the flag back after each; one that cannot have taken it does not count."""
+    calls: list[Any] = []
+    weight = torch.zeros(1, requires_grad=True)
+    modules = [
+        engine.module("attention", calls, requires_grad=True),
+        engine.module("frozen", calls, torch.zeros(1)),
+        engine.module("first", calls, torch.zeros(1), weight),
+        engine.module("second", calls, weight),
+    ]
+    firsts: list[bool] = []
+
+    def function() -> None:
+        for module in modules:
+            module()
+            # As TE does in the phase of a replay, where the module has taken it.
+            if torch.is_grad_enabled() and calls[-1][2]:
+                OldManager.IS_FIRST_FP8_MODULE = True
+            # Whether a region of TE's own, after this module, would hold the first.
+            with engine.context(True, False):
+                firsts.append(engine.te.firsts[0])
+
+    replay = engine.forward(function)
+    calls.clear()
+    firsts.clear()
+    replay()
+    assert firsts == [True, True, False, False]
+    assert [(name, first) for name, _, first in calls] == [
+        ("attention", True),
+        ("frozen", True),
+        ("first", True),
+        ("second", False),
+    ]
+
+
+def test_an_exception_in_a_replay_restores_the_scales(engine: Engine) -> None:
+    calls: list[Any] = []
+    modules = [engine.module("a", calls), engine.module("b", calls, raises=4)]
+
+    def function() -> None:
+        with engine.context(True, False):
+            pass
+        for module in modules:
+            module()
+
+    replay = engine.forward(function)
+    engine.forward(modules[0])
+    # Of a region of TE's own, whose replay is still to come.
+    queues = OldManager.fp8_tensors_recompute_buffer
+    for queue in queues:
+        queue.append(9)
+    before = engine.te.save()
+    assert len(calls) == 3
+    calls.pop()
+    with pytest.raises(InterruptedError):
+        replay()
+    assert engine.te.save() == before
     assert engine.te.firsts == []
+    assert [list(queue) for queue in queues] == [[9], [9]]
+    # Scales as the forwards left them, and not as the replay took them.
+    calls.clear()
+    for module in modules:
+        engine.forward(module)
+    assert [scale for _, scale, _ in calls] == [3, 2]
+    calls.clear()
+    replay()
+    assert [scale for _, scale, _ in calls] == [1, 1]
 
 
 def test_without_the_wraps_the_phase_is_lost() -> None:

@@ -23,7 +23,7 @@ EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 
 #: Modules of this package, in the order of the help text.
-SUBCOMMANDS = ("rehearse",)
+SUBCOMMANDS = ("plan", "lint", "rehearse")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,8 @@ without any weight cache). Every main_grad is compared byte for byte.
 """
 
 _EPILOG = """\
-exit code: 0 the gradients with quant_state are exact; 1 they are not; 2 bad input, or no answer
+exit code: 0 with quant_state the gradients are exact and every recomputed region is replayed in the
+precision of its forward; 1 otherwise; 2 bad input, or no answer
 
 examples:
   quant-state rehearse deepseek-v3-mtp2
@@ -74,12 +75,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; the exit code."""
     from megatron.quant_state.model import load_model
+    from megatron.quant_state.recipe_lint import check_recipe
     from megatron.quant_state.rehearse import rehearse
     from megatron.quant_state.reporters import html, json_report, table
 
     description = load_model(
         args.model, args.overrides, recipe=args.recipe, num_microbatches=args.microbatches
     )
+    if description.recipe is not None:
+        check_recipe(description.recipe)
     if args.out is not None:
         check_writable(args.out)
     with _progress(args.steps) as progress:

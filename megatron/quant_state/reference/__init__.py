@@ -7,6 +7,7 @@ whatever trains on the engine runs in a process that this package starts.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,14 +17,24 @@ from typing import Any
 def start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
     """Start a process whose ``transformer_engine`` is the reference engine.
 
+    It imports from where this process does. ``python -m`` alone would look in the working directory
+    first, where users of Megatron keep a checkout of another version; Python 3.10, which cannot be
+    told not to, still does.
+
     Args:
         arguments: What follows ``python``: ``["-m", "package.module", "--flag"]``, or a file and
             its arguments.
-        **popen: Passed to ``subprocess.Popen``; pipes carry text.
+        **popen: Passed to ``subprocess.Popen``; pipes carry text, and PYTHONPATH and PYTHONSAFEPATH
+            of ``env`` are replaced.
 
     Returns:
         The process; the caller waits for it.
     """
     popen.setdefault("text", True)
+    popen["env"] = {
+        **(os.environ if popen.get("env") is None else popen["env"]),
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+        "PYTHONSAFEPATH": "1",
+    }
     command = [sys.executable, "-m", "megatron.quant_state.reference", *arguments]
     return subprocess.Popen(command, **popen)

@@ -8,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megatron.quant_state.rehearse import Rehearsal
 from megatron.quant_state.reporters.rehearsal import (
     TITLES,
+    replay_rows,
     summary_rows,
     verdict_sentence,
     wrong_rows,
@@ -30,10 +31,12 @@ def render_rehearsal(rehearsal: Rehearsal) -> str:
         (title, wrong_rows(getattr(rehearsal, name), rehearsal.steps))
         for name, title in TITLES.items()
     ]
+    replays = [(title, replay_rows(getattr(rehearsal, name))) for name, title in TITLES.items()]
     return environment.get_template("rehearsal.html.j2").render(
         rehearsal=rehearsal,
         titles=list(TITLES.values()),
         summary=summary_rows(rehearsal),
         wrong=[(title, rows) for title, rows in wrong if rows],
+        replays=[(title, rows) for title, rows in replays if rows],
         sentence=verdict_sentence(rehearsal),
     )

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from megatron.quant_state.rehearse import Rehearsal, Run
 from megatron.quant_state.reporters.folding import fold_names
 
-__all__ = ["TITLES", "WrongRow", "summary_rows", "verdict_sentence", "wrong_rows"]
+__all__ = [
+    "TITLES",
+    "ReplayRow",
+    "WrongRow",
+    "replay_rows",
+    "summary_rows",
+    "verdict_sentence",
+    "wrong_rows",
+]
 
 #: The two runs, by their name in a Rehearsal.
 TITLES = {"release": "release", "quant_state": "with quant_state"}
@@ -29,6 +37,42 @@ class WrongRow:
     name: str
     count: int
     errors: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """Folded modules that were replayed in another precision than their forward ran in.
+
+    Attributes:
+        name: folded name.
+        count: modules that it stands for.
+        forward: precision of the forward.
+        replay: precision of the replay.
+        calls: number of such replays, all steps together.
+    """
+
+    name: str
+    count: int
+    forward: str
+    replay: str
+    calls: int
+
+
+def replay_rows(run: Run) -> list[ReplayRow]:
+    """The replays in another precision, in the order in which they were first met."""
+    calls: dict[tuple[str, str], dict[str, int]] = {}
+    for item in run.replays_in_another_precision:
+        of_pair = calls.setdefault((item.forward, item.replay), {})
+        of_pair[item.module] = of_pair.get(item.module, 0) + item.calls
+    return [
+        ReplayRow(folded, len(names), forward, replay, sum(of_pair[name] for name in names))
+        for (forward, replay), of_pair in calls.items()
+        for folded, names in fold_names(of_pair)
+    ]
+
+
+def _replayed_modules(run: Run) -> int:
+    return len({item.module for item in run.replays_in_another_precision})
 
 
 def wrong_rows(run: Run, steps: int) -> list[WrongRow]:
@@ -72,6 +116,8 @@ def summary_rows(rehearsal: Rehearsal) -> list[tuple[str, str, str]]:
         )
     )
     rows.append(row("stale reads", [str(run.stale_reads) for run in runs]))
+    replayed = [str(_replayed_modules(run)) for run in runs]
+    rows.append(row("modules replayed in another precision", replayed))
     losses = [" ".join(f"{loss:.6f}" for loss in run.losses) for run in runs]
     rows.append(row("loss", losses))
     rows.append(row("seconds a step", [f"{run.seconds_per_step:.2f}" for run in runs]))
@@ -89,8 +135,16 @@ def verdict_sentence(rehearsal: Rehearsal) -> str:
     if run.wrong:
         names = len({item.name for item in run.wrong})
         return f"wrong: {names} of {run.parameters} main_grads differ with quant_state installed"
+    if run.replays_in_another_precision:
+        return (
+            f"wrong: {_replayed_modules(run)} modules are replayed in another precision than their "
+            "forward ran in with quant_state installed"
+        )
     lost = len({item.name for item in rehearsal.release.wrong})
     release = f"the release gets {lost} wrong" if lost else "so does the release"
+    if rehearsal.release.replays_in_another_precision:
+        replayed = _replayed_modules(rehearsal.release)
+        release += f" and replays {replayed} modules in another precision than their forward's"
     return (
         f"exact: all {run.parameters} main_grads of all {rehearsal.steps} steps equal the truth "
         f"bit for bit with quant_state installed; {release}"

@@ -14,7 +14,9 @@ from rich.text import Text
 from megatron.quant_state.rehearse import Rehearsal
 from megatron.quant_state.reporters.rehearsal import (
     TITLES,
+    ReplayRow,
     WrongRow,
+    replay_rows,
     summary_rows,
     verdict_sentence,
     wrong_rows,
@@ -59,6 +61,11 @@ def render_rehearsal(rehearsal: Rehearsal, *, color: bool = False) -> str:
         if rows:
             console.print(Text(f"{title}: relative error of main_grad against the truth"))
             _print_wrong(console, rows, rehearsal.steps, width)
+    for run_name, title in TITLES.items():
+        replays = replay_rows(getattr(rehearsal, run_name))
+        if replays:
+            console.print(Text(f"{title}: replays in another precision than the forward's"))
+            console.print(_replays(replays))
     sentence = Text(verdict_sentence(rehearsal))
     sentence.stylize("bold green" if rehearsal.verdict == "exact" else "bold red")
     console.print(sentence, soft_wrap=True)
@@ -85,3 +92,14 @@ def _print_wrong(console: Console, rows: list[WrongRow], steps: int, width: int)
     numbers = sum(3 + max(map(len, column)) for column in columns)
     console.width = max(width, numbers + _LEAST_NAME_WIDTH)
     console.print(table)
+
+
+def _replays(rows: list[ReplayRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for header in ("", "forward", "replay", "replays"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        count = f"x{row.count}" if row.count > 1 else ""
+        table.add_row(Text(row.name), count, row.forward, row.replay, str(row.calls))
+    return table

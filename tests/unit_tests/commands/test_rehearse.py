@@ -124,7 +124,11 @@ def test_options_reach_the_rehearsal(
     rehearsed: Callable[[Any], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("configs: {}\nmatchers: {}\n")
+    recipe.write_text(
+        "configs:\n  bf16: {transformer_engine_config_type: TEQuantizationParams, "
+        "training_recipe: {}}\nmatchers:\n"
+        "  all: {enabled: true, type: glob, pattern: '*', config: bf16}\n"
+    )
     asked = rehearsed(EXACT)
     options = ["--set", "num_layers=4", "--set", "num_layers=5", "--recipe", str(recipe)]
     options += ["--steps", "7", "--microbatches", "6"]
@@ -153,7 +157,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--format {table,json,html}" in words
     assert "a YAML file, or one of deepseek-v3, deepseek-v3-mtp2, qwen3-30b-a3b" in words
     assert "optimizer steps (default 3)" in words
-    assert "0 the gradients with quant_state are exact; 1 they are not; 2 bad input" in words
+    assert "exit code: 0 with quant_state the gradients are exact" in words
+    assert "1 otherwise; 2 bad input, or no answer" in words
     assert "quant-state rehearse deepseek-v3-mtp2\n" in text
 
 

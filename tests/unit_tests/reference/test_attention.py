@@ -81,6 +81,21 @@ def test_outside_autocast_it_is_unquantized() -> None:
     assert reference.calls == []
 
 
+@pytest.mark.parametrize(
+    ("asks", "precisions"), [(True, ["tensorwise", "bf16"]), (False, [])], ids=["asks", "does not"]
+)
+def test_a_replay_outside_autocast_is_recorded_as_unquantized(
+    asks: bool, precisions: list[str]
+) -> None:
+    module = attention()
+    recipe = recipes.Float8CurrentScaling(fp8_dpa=asks)
+    with te.autocast(enabled=True, recipe=recipe):
+        out = torch.utils.checkpoint.checkpoint(module, *inputs(), use_reentrant=True)
+    out.sum().backward()
+    assert [call.precision for call in reference.calls] == precisions
+    assert [call.in_backward for call in reference.calls] == [False, True][: len(precisions)]
+
+
 def test_its_gradient_is_rounded_too() -> None:
     gradients = []
     for recipe in (None, recipes.Float8CurrentScaling(fp8_dpa=True)):

@@ -180,6 +180,7 @@ class TestCalls:
         out.sum().backward()
         assert [call.recompute_phase for call in reference.calls] == [False, True]
         assert [call.grad_enabled for call in reference.calls] == [False, True]
+        assert [call.in_backward for call in reference.calls] == [False, True]
         assert {call.precision for call in reference.calls} == {"tensorwise"}
 
     def test_off_it_keeps_the_list_and_on_it_starts_anew(self) -> None:

@@ -47,6 +47,7 @@ def test_the_whole_document() -> None:
                 "stale_reads": 4,
                 "losses": [4.5, 4.25],
                 "seconds_per_step": 1.5,
+                "replays_in_another_precision": [],
             },
             "quant_state": {
                 "parameters": 1692,
@@ -56,6 +57,7 @@ def test_the_whole_document() -> None:
                 "stale_reads": 0,
                 "losses": [4.5, 4.25],
                 "seconds_per_step": 1.5,
+                "replays_in_another_precision": [],
             },
         },
         "verdict": "exact",

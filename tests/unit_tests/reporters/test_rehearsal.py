@@ -56,6 +56,7 @@ def test_summary() -> None:
         ("wrong main_grads, step 2", "466 of 1692", "0 of 1692"),
         ("weight quantizations (least)", "20 (40)", "40 (40)"),
         ("stale reads", "7", "0"),
+        ("modules replayed in another precision", "0", "0"),
         ("loss", "0.333333 0.250000", "4.500000 4.250000"),
         ("seconds a step", "1.50", "1.50"),
     ]

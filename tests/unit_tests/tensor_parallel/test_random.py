@@ -198,6 +198,69 @@ class TestExact:
             found = train(precision, lambda layers, x: forward(layers, x, checkpoint), kinds=kinds)
             check_same(found, right)
 
+    @LAYER
+    def test_a_region_of_fp8_attention_before_the_first_linear(self, layer: str) -> None:
+        """Attention stashes scales, and never takes the first-module flag."""
+        recipe = RECIPES["delayed"](fp8_dpa=True)
+
+        def run(way: Way) -> list[dict[str, torch.Tensor]]:
+            layers = Layers(Precision("delayed"), ("TELinear",))
+            attention = regions.te.DotProductAttention(2, HIDDEN // 2, attn_mask_type="causal")
+
+            def attend(x: torch.Tensor) -> torch.Tensor:
+                heads = x.view(-1, 1, 2, HIDDEN // 2)
+                out: torch.Tensor = attention(heads, heads, heads).view(x.shape)
+                return out
+
+            results = []
+            for step in range(3):
+                x = leaf(step)
+                with regions.fp8_autocast(True, fp8_recipe=recipe):
+                    out = way(lambda x: layers.run(x), way(attend, x))
+                (out * random(TOKENS, HIDDEN, seed=step)).sum().backward()
+                results.append({"input gradient": x.grad, **layers.main_grads(), **layers.scales()})
+            return results
+
+        right = truth(lambda: run(plain))
+        assert any("scaling_bwd scale" in k and (v != 1).any() for k, v in right[-1].items())
+        with installed_or_failing(layer, "input gradient"):
+            check_same(run(checkpoint), right)
+
+    @LAYER
+    def test_a_region_in_bf16_before_the_first_quantized_linear(self, layer: str) -> None:
+        """Which takes the first-module flag, whatever ran in BF16 before it."""
+
+        def forward(layers: Layers, x: torch.Tensor, way: Way) -> torch.Tensor:
+            def bf16(x: torch.Tensor) -> torch.Tensor:
+                with regions.fp8_autocast(False):
+                    return layers.run(x, 0)
+
+            return way(lambda x: layers.run(x, 1), way(bf16, x))
+
+        precision, kinds = Precision("delayed"), ("TELinear",) * 2
+        right = truth(lambda: train(precision, lambda m, x: forward(m, x, plain), kinds=kinds))
+        with installed_or_failing(layer, "input gradient"):
+            check_same(train(precision, lambda m, x: forward(m, x, checkpoint), kinds=kinds), right)
+
+    @LAYER
+    def test_a_module_whose_own_recipe_is_delayed(self, layer: str) -> None:
+        """In a tensorwise autocast, so that nothing tells before the first call."""
+
+        def forward(layers: Layers, x: torch.Tensor, way: Way) -> torch.Tensor:
+            def function(x: torch.Tensor) -> torch.Tensor:
+                x = layers.run(x, 0)
+                with Precision("delayed").autocast():
+                    return layers.run(x, 1)
+
+            # The second region replays first, and its scales are not the first one's.
+            return way(function, way(function, x))
+
+        precision, kinds = Precision("tensorwise"), ("TELinear",) * 2
+        right = truth(lambda: train(precision, lambda m, x: forward(m, x, plain), kinds=kinds))
+        with installed_or_failing(layer, "input gradient"):
+            check_same(train(precision, lambda m, x: forward(m, x, checkpoint), kinds=kinds), right)
+            assert te_state()["stashed"] == []
+
     @pytest.mark.parametrize("way", [plain, checkpoint])
     def test_without_quantization_nothing_changes(self, installed: Any, way: Way) -> None:
         precision = Precision(None)
@@ -289,9 +352,10 @@ class TestNesting:
             assert te_state()["stashed"] == []
 
     @LAYER
+    @pytest.mark.parametrize("depth", [1, 2])
     @PRECISION
     def test_checkpoint_without_output_inside_a_region(
-        self, precision: Precision, layer: str
+        self, precision: Precision, depth: int, layer: str
     ) -> None:
         """One step: under delayed scaling its own replay reduces amaxes, with a region or not."""
 
@@ -301,10 +365,12 @@ class TestNesting:
                 x = inner(lambda x: layers.run(x, 1), x)
                 return layers.run(x, 2)
 
+            if depth == 2:
+                return outer(lambda x: layers.run(outer(function, x), 3), x)
             return outer(function, x)
 
         inner = regions.without_output_plain
-        options: dict[str, Any] = {"kinds": ("TELinear",) * 3, "steps": 1, "microbatches": 1}
+        options: dict[str, Any] = {"kinds": ("TELinear",) * 4, "steps": 1, "microbatches": 1}
         right = truth(lambda: train(precision, lambda m, x: forward(m, x, plain, inner), **options))
         right = [{k: v for k, v in step.items() if "scaling" not in k} for step in right]
         with installed_or_failing(layer, "input gradient"):

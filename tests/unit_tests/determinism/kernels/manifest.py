@@ -42,4 +42,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "train.py": (f"{_REHEARSE}::test_the_verdicts_are_those_of_the_cpu",),
     "build.py": (f"{_TRAINING}::test_repeats_exact", "tests/gpu/test_parallel.py"),
     "megatron_config.py": (f"{_TRAINING}::test_repeats_exact",),
+    # A plan asks the reference engine alone, and no kernel.
+    "plan.py": ("tests/unit_tests/test_plan.py",),
+    "plan_lint.py": ("tests/unit_tests/test_plan.py",),
+    "recipe_reader.py": ("tests/unit_tests/test_recipe.py",),
+    "twin_run.py": ("tests/unit_tests/test_plan.py",),
 }

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a linear module.
+    """One forward of a linear module, or of attention that a recipe quantizes.
+
+    Where its forward was recorded, attention is recorded in its replay too, quantized or not.
 
     Attributes:
         module: The module; hold it to name it through ``named_modules``.
@@ -22,6 +24,7 @@ class Call:
         recompute_phase: Whether the call ran under TE's recompute phase.
         grad_enabled: Grad mode of the call.
         training: ``module.training``.
+        in_backward: Whether a backward pass made the call: with gradients, it is a replay.
     """
 
     module: object
@@ -30,6 +33,7 @@ class Call:
     recompute_phase: bool
     grad_enabled: bool
     training: bool
+    in_backward: bool = False
 
 
 @dataclass

@@ -22,7 +22,7 @@ from transformer_engine.pytorch._recipe_state import get_fp8_torch_dtype
 from transformer_engine.pytorch.attention._masks import attention_mask_for
 from transformer_engine.pytorch.distributed import get_distributed_world_size
 from transformer_engine.pytorch.module._common import refuse
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, in_backward
 from transformer_engine.pytorch.quantized_tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
@@ -142,8 +142,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         inputs = (query_layer, key_layer, value_layer)
         with self.prepare_forward_ctx(query_layer, num_gemms=3, allow_non_contiguous=True):
             quantizers = self._attention_quantizers()
+            if quantizers is not None or (in_backward() and self._asked_for_fp8_attention()):
+                self.record_call(None, quantized=quantizers is not None)
             if quantizers is not None:
-                self.record_call(None)
                 inputs = tuple(_Round.apply(part, quantizers[0]) for part in inputs)
             layout = qkv_format or self.qkv_format
             heads_first = [_heads_first(part, layout) for part in inputs]
@@ -191,11 +192,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _attention_quantizers(self) -> tuple[Quantizer, Quantizer] | None:
         """Quantizers of the inputs and of the output's gradient; None without FP8 attention."""
-        if not self.fp8:
+        if not self.fp8 or not self._asked_for_fp8_attention():
             return None
         recipe = self.fp8_meta["recipe"]
-        if not (recipe.fp8_dpa or recipe.fp8_mha):
-            return None
         if recipe.delayed():
             forward = self.quantizers["scaling_fwd"][_QKV]
             backward = self.quantizers["scaling_bwd"][_GRAD_OUTPUT]
@@ -205,6 +204,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         forward.set_usage(rowwise=True, columnwise=False)
         backward.set_usage(rowwise=True, columnwise=False)
         return forward, backward
+
+    def _asked_for_fp8_attention(self) -> bool:
+        """Whether the recipe of the module's last quantized call asks for FP8 attention."""
+        recipe = self.fp8_meta.get("recipe")
+        return recipe is not None and (recipe.fp8_dpa or recipe.fp8_mha)
 
     def prepare_forward(self, inp: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attention splits heads over ranks by itself; no parameter's dtype could clash."""

@@ -262,10 +262,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     )
         self.fast_setattr("activation_dtype", inp.dtype)
 
-    def record_call(self, is_first_microbatch: bool | None) -> None:
-        """Note the call for ``transformer_engine.reference.calls``."""
+    def record_call(self, is_first_microbatch: bool | None, quantized: bool | None = None) -> None:
+        """Note the call for ``transformer_engine.reference.calls``.
+
+        Args:
+            is_first_microbatch: As it was passed.
+            quantized: Whether the call computes quantized; None where the module's state says so.
+        """
         if reference.is_recording():
-            precision = recipe_name(self.fp8_meta["recipe"]) if self.fp8 else "bf16"
+            quantized = self.fp8 if quantized is None else quantized
+            precision = recipe_name(self.fp8_meta["recipe"]) if quantized else "bf16"
             reference.calls.append(
                 reference.Call(
                     self,
@@ -274,6 +280,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     in_fp8_activation_recompute_phase(),
                     torch.is_grad_enabled(),
                     self.training,
+                    in_backward(),
                 )
             )
 
@@ -392,6 +399,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if self.primary_weights_in_fp8:
             self.set_extra_state(state_dict.get(f"{prefix}_extra_state"))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread now."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
 
 
 def get_high_precision_init_val(parameter: torch.Tensor) -> torch.Tensor | None:

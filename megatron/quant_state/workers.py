@@ -1,0 +1,100 @@
+# Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
+"""Processes on the reference engine that write events, and their parent that reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.quant_state import reference
+from megatron.quant_state.errors import WorkerError
+from megatron.quant_state.model import error_from_json
+
+__all__ = ["Event", "run_workers"]
+
+_POLL_SECONDS = 0.05
+_LAST_LINES = 15
+
+#: One line of a worker's events file.
+Event = dict[str, Any]
+
+
+def run_workers(
+    job: Path,
+    workers: Mapping[str, Sequence[str]],
+    progress: Callable[[str, Event], None],
+) -> dict[str, list[Event]]:
+    """Run processes at the same time, one thread each.
+
+    Args:
+        job: a folder; a worker writes ``{name}/events.jsonl`` there, one JSON object with the key
+            ``event`` a line, and ``refused`` with an error where the input is at fault.
+        workers: a worker's name to its arguments after ``python``.
+        progress: called with a worker's name and each of its events, in order.
+
+    Returns:
+        The events of each worker.
+
+    Raises:
+        InputError: a worker refused the input.
+        WorkerError: a worker ended in another way; the message has its last lines.
+    """
+    # Two workers share two cores; more threads than cores make a small model many times slower.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    events: dict[str, list[Event]] = {name: [] for name in workers}
+    running: dict[str, subprocess.Popen[str]] = {}
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for name, arguments in workers.items():
+            with (job / f"{name}.log").open("w") as log:
+                # A worker ends when its stdin is closed, also by our own death.
+                process = reference.start(
+                    arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                )
+            running[name] = process
+            started.append(process)
+        while running:
+            time.sleep(_POLL_SECONDS)
+            for name, process in list(running.items()):
+                # Asked before reading, so that what an ended worker wrote last is read.
+                ended = process.poll() is not None
+                seen = len(events[name])
+                events[name] = _read_events(job / name)
+                for event in events[name][seen:]:
+                    if event["event"] == "refused":
+                        raise error_from_json(event["error"])
+                    progress(name, event)
+                if ended:
+                    _check_end(name, process.returncode, job)
+                    del running[name]
+    finally:
+        for process in started:
+            process.kill()
+            # Waits, and closes stdin.
+            process.communicate()
+    return events
+
+
+def _read_events(folder: Path) -> list[Event]:
+    path = folder / "events.jsonl"
+    if not path.exists():
+        return []
+    # A last line without its end is still being written.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def _check_end(name: str, code: int, job: Path) -> None:
+    if code != 0:
+        log = (job / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        text = "\n  ".join(["", *log.splitlines()[-_LAST_LINES:]])
+        raise WorkerError(f"the process '{name}' {how}. Its last lines:{text}")
