@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,17 @@ from megatron.quant_state.model import ModelDescription, error_from_json
 from megatron.quant_state.replays import Replay
 from megatron.quant_state.twin import Change, build_twin
 
-__all__ = ["Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
+__all__ = ["ENGINES", "Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
+
+#: What computes: the emulation on the CPU, or the real library on a GPU.
+ENGINES = ("reference", "transformer-engine")
+
+# Kernels that give the same bytes every time, where there are such; the parent's wishes win.
+_DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 _POLL_SECONDS = 0.1
 _LAST_LINES = 15
@@ -121,6 +132,8 @@ def rehearse(
     description: ModelDescription,
     steps: int,
     progress: Callable[[str, int], None] = lambda run, step: None,
+    *,
+    engine: str = "reference",
 ) -> Rehearsal:
     """Train the twin of a model and compare.
 
@@ -130,23 +143,29 @@ def rehearse(
         description: the full model.
         steps: optimizer steps of each run.
         progress: called with a run's name and the number of steps it has done, 0 once it is built.
+        engine: one of ``ENGINES``; the real one wants a GPU, and a twin that is wider.
 
     Raises:
-        InputError: Megatron refuses the model, or training diverges.
+        InputError: there is no such engine here, Megatron refuses the model, or training diverges.
         WorkerError: a run ended in another way; the message has its last lines.
     """
-    twin = build_twin(description)
+    twin = build_twin(description, on_gpu=engine != "reference")
     delayed = _is_delayed(twin.description)
     with tempfile.TemporaryDirectory(prefix="quant-state-") as folder:
         job = Path(folder)
-        given = {"full": description.to_dict(), "twin": twin.description.to_dict(), "steps": steps}
+        given = {
+            "full": description.to_dict(),
+            "twin": twin.description.to_dict(),
+            "steps": steps,
+            "engine": engine,
+        }
         (job / "job.json").write_text(json.dumps(given))
         # The release follows the truth's gradients, so the truth comes first.
         truths = ["truth"] if delayed else ["truth", "no_cache"]
-        workers = _train(job, truths, steps, progress)
+        workers = _train(job, truths, steps, progress, engine)
         names = workers["truth"].events[0]["parameters"]
         _check_finite(job, description, names, steps)
-        workers |= _train(job, ["release", "quant_state"], steps, progress)
+        workers |= _train(job, ["release", "quant_state"], steps, progress, engine)
         built = {run: worker.events[0] for run, worker in workers.items()}
         for run, event in built.items():
             if event["parameters"] != names or event["weights"] != built["truth"]["weights"]:
@@ -170,8 +189,19 @@ def _is_delayed(description: ModelDescription) -> bool:
     return bool(config.get("fp8")) and config.get("fp8_recipe", "delayed") == "delayed"
 
 
+def _start(arguments: Sequence[str], engine: str, **popen: Any) -> subprocess.Popen[str]:
+    if engine == "reference":
+        return reference.start(arguments, **popen)
+    popen["env"] = {**_DETERMINISTIC, **popen["env"]}
+    return subprocess.Popen([sys.executable, *arguments], text=True, **popen)
+
+
 def _train(
-    job: Path, runs: Sequence[str], steps: int, progress: Callable[[str, int], None]
+    job: Path,
+    runs: Sequence[str],
+    steps: int,
+    progress: Callable[[str, int], None],
+    engine: str,
 ) -> dict[str, _Worker]:
     """Train at the same time; the workers by run, each with all of its events."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -181,8 +211,9 @@ def _train(
             with (job / f"{run}.log").open("w") as log:
                 arguments = ["-m", "megatron.quant_state.train", str(job), run]
                 # A worker ends when its stdin is closed, also by our own death.
-                process = reference.start(
+                process = _start(
                     arguments,
+                    engine,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
