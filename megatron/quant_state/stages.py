@@ -152,14 +152,26 @@ def on_device(device: str) -> Iterator[None]:
         with torch.device(device):
             yield
         return
-    before = torch.cuda.current_device
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("meta")
+    # Transformer Engine refuses to be built where there is no GPU; nothing is asked of one.
+    stand_ins: dict[str, Any] = {
+        "current_device": lambda: torch.device("meta"),
+        "is_available": lambda: True,
+    }
     try:
+        cuda.Stream()
+    except (RuntimeError, AssertionError):
+        # Nothing runs on the streams that the experts make; without a GPU there are none.
+        stand_ins["Stream"] = lambda *_, **__: None
+    before = {name: getattr(cuda, name) for name in stand_ins}
+    try:
+        for name, stand_in in stand_ins.items():
+            setattr(cuda, name, stand_in)
         with torch.device(device):
             yield
     finally:
-        cuda.current_device = before
+        for name, value in before.items():
+            setattr(cuda, name, value)
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)$")

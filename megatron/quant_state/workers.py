@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron.quant_state import reference
 from megatron.quant_state.errors import WorkerError
 from megatron.quant_state.model import error_from_json
 
-__all__ = ["Event", "run_workers"]
+__all__ = ["Event", "has_transformer_engine", "run_workers"]
 
 _POLL_SECONDS = 0.05
 _LAST_LINES = 15
@@ -28,6 +30,7 @@ def run_workers(
     job: Path,
     workers: Mapping[str, Sequence[str]],
     progress: Callable[[str, Event], None],
+    plain: Collection[str] = (),
 ) -> dict[str, list[Event]]:
     """Run processes at the same time, one thread each.
 
@@ -36,6 +39,7 @@ def run_workers(
             ``event`` a line, and ``refused`` with an error where the input is at fault.
         workers: a worker's name to its arguments after ``python``.
         progress: called with a worker's name and each of its events, in order.
+        plain: workers that run with whatever ``transformer_engine`` is installed instead.
 
     Returns:
         The events of each worker.
@@ -53,7 +57,7 @@ def run_workers(
         for name, arguments in workers.items():
             with (job / f"{name}.log").open("w") as log:
                 # A worker ends when its stdin is closed, also by our own death.
-                process = reference.start(
+                process = (_start if name in plain else reference.start)(
                     arguments,
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -82,6 +86,21 @@ def run_workers(
             # Waits, and closes stdin.
             process.communicate()
     return events
+
+
+def has_transformer_engine() -> bool:
+    """Whether a Transformer Engine is installed, whether or not it can be imported."""
+    spec = importlib.util.find_spec("transformer_engine")
+    # In a process on the reference engine there is that one.
+    ours = os.path.dirname(reference.__file__)
+    return spec is not None and not str(spec.origin).startswith(ours)
+
+
+def _start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
+    """As ``reference.start``, in a plain Python process."""
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    popen["env"] = {**popen["env"], "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return subprocess.Popen([sys.executable, *arguments], text=True, **popen)
 
 
 def _read_events(folder: Path) -> list[Event]:
