@@ -32,6 +32,7 @@ from megatron.quant_state.weight_cache import (
     arm_what_is_loaded,
     resolve_flag_and_refresh,
     set_is_first_microbatch,
+    write_flag_directly,
 )
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -93,6 +94,17 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+_flag_writes = partial(
+    Patch,
+    module=_WRAPPERS,
+    method="__setattr__",
+    parameters=("self", "name", "value"),
+    mentions=(),
+    wrap=write_flag_directly,
+    reaches="the flag that forward writes at every call, past nn.Module's search for a parameter",
+    inherited=True,
+)
+
 #: What needs Transformer Engine as well. Column- and row-parallel wrappers inherit these.
 TE_PATCHES: tuple[Patch, ...] = (
     _linear(
@@ -110,6 +122,9 @@ TE_PATCHES: tuple[Patch, ...] = (
         parameters=("self", "x", "m_splits"),
         reaches="grouped linears of MoE experts",
     ),
+    _flag_writes(class_name="TELinear"),
+    _flag_writes(class_name="TELayerNormColumnParallelLinear"),
+    _flag_writes(class_name="TEGroupedLinear"),
     Patch(
         module=_TE_BASE,
         class_name="TransformerEngineBaseModule",
@@ -280,9 +295,15 @@ def _check_transformer_engine() -> None:
 
     missing = [
         f"FP8GlobalStateManager.{name}"
-        for name in ("is_fp8_enabled", "fp8_graph_capturing", "get_skip_fp8_weight_update_tensor")
+        for name in ("is_fp8_enabled", "fp8_graph_capturing")
         if not callable(getattr(FP8GlobalStateManager, name, None))
     ]
+    # A method, but in 2.15 the attribute alone.
+    state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    if not callable(
+        getattr(FP8GlobalStateManager, "get_skip_fp8_weight_update_tensor", None)
+    ) and not hasattr(state, "skip_fp8_weight_update_tensor"):
+        missing.append("FP8GlobalStateManager.get_skip_fp8_weight_update_tensor")
     missing += [
         f"parameter is_first_microbatch of {kind.__name__}.forward"
         for kind in (pytorch.Linear, pytorch.LayerNormLinear, pytorch.GroupedLinear)

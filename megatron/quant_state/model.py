@@ -22,6 +22,7 @@ from megatron.quant_state.model_schema import PARALLEL_FIELDS, TOP_LEVEL_FIELDS,
 __all__ = [
     "SECTIONS",
     "ModelDescription",
+    "describe_model",
     "error_from_json",
     "error_to_json",
     "load_model",
@@ -141,6 +142,33 @@ def load_model(
     """
     path = _find(name_or_path, None)
     raw, locations = _read(path, (), None)
+    return describe_model(
+        raw, locations, path, overrides, recipe=recipe, num_microbatches=num_microbatches
+    )
+
+
+def describe_model(
+    raw: dict[str, Any],
+    locations: dict[KeyPath, Location],
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: str | None = None,
+    num_microbatches: int | None = None,
+) -> ModelDescription:
+    """A model description from the keys of a model file, wherever they come from.
+
+    Args:
+        raw: the keys and values; changed in place.
+        locations: where each was said; changed in place.
+        path: the source, for messages and for the model's name.
+        overrides: texts of ``--set``.
+        recipe: the file of ``--recipe``.
+        num_microbatches: the number of ``--microbatches``.
+
+    Raises:
+        InputError: as :func:`load_model`.
+    """
     for text in overrides:
         _override(raw, locations, text)
     options = (

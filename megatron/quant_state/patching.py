@@ -32,6 +32,8 @@ class Patch:
         mentions: attributes that the method's code must name, since the wrapper acts through them.
         wrap: takes the method's function, returns what stands in for it.
         reaches: for people: what the patch is for.
+        inherited: the class need not have the method itself; what it inherits is wrapped then, and
+            the class's own attribute is taken away again when the patch is.
     """
 
     module: str
@@ -41,6 +43,7 @@ class Patch:
     mentions: tuple[str, ...]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     reaches: str
+    inherited: bool = False
 
     @property
     def target(self) -> str:
@@ -55,7 +58,8 @@ class AppliedPatch:
     Attributes:
         patch: what was asked for.
         owner: the class.
-        before: the raw attribute that was in ``owner.__dict__``; a staticmethod stays one.
+        before: the raw attribute that was in ``owner.__dict__``; a staticmethod stays one. None
+            where the class inherited the method.
         after: the raw attribute that stands there now.
         below: name of somebody else's wrapper that was there before, or None.
     """
@@ -88,7 +92,10 @@ def restore_patches(applied: Sequence[AppliedPatch]) -> None:
     """
     check_on_top(applied)
     for item in applied:
-        setattr(item.owner, item.patch.method, item.before)
+        if item.before is None:
+            delattr(item.owner, item.patch.method)
+        else:
+            setattr(item.owner, item.patch.method, item.before)
 
 
 def check_on_top(applied: Sequence[AppliedPatch]) -> None:
@@ -108,7 +115,10 @@ def check_on_top(applied: Sequence[AppliedPatch]) -> None:
 
 def _prepare(patch: Patch) -> AppliedPatch:
     owner = _owner(patch)
-    raw = owner.__dict__.get(patch.method)
+    before = owner.__dict__.get(patch.method)
+    raw = before
+    if before is None and patch.inherited:
+        raw = getattr(owner, patch.method, None)
     function = raw.__func__ if isinstance(raw, staticmethod) else raw
     if not isinstance(function, FunctionType):
         found = "nothing of that name" if raw is None else f"a {type(raw).__name__}"
@@ -131,7 +141,7 @@ def _prepare(patch: Patch) -> AppliedPatch:
         # A method that is a generator in a contextmanager is its owner's own.
         own = (innermost.__code__.co_filename, contextlib.__file__)
         below = None if code_file in own else _describe(function)
-    return AppliedPatch(patch, owner, raw, after, below)
+    return AppliedPatch(patch, owner, before, after, below)
 
 
 def _owner(patch: Patch) -> type:

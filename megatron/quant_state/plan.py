@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.quant_state.model import ModelDescription
 from megatron.quant_state.plan_totals import Totals, add_up
 from megatron.quant_state.recipe import Recipe, Rule
 from megatron.quant_state.twin import Change, build_twin
-from megatron.quant_state.workers import Event, run_workers
+from megatron.quant_state.workers import Event, has_transformer_engine, run_workers
 
 __all__ = ["BF16", "Flags", "Plan", "PlannedModule", "make_plan"]
 
@@ -169,11 +170,7 @@ def make_plan(
             "config_fields": _CONFIG_FIELDS,
         }
         (job / "job.json").write_text(json.dumps(given))
-        parts = {
-            part: ["-m", "megatron.quant_state.survey", str(job), part]
-            for part in ("names", "calls")
-        }
-        events = run_workers(job, parts, lambda name, event: _tell(progress, name, event))
+        events = _survey(job, progress)
     config = events["names"][0]["values"]
     named = [event for event in events["names"] if event["event"] == "stage"]
     called = [event for event in events["calls"] if event["event"] == "stage"]
@@ -196,8 +193,26 @@ def make_plan(
     )
 
 
+def _survey(job: Path, progress: Callable[[str], None]) -> dict[str, list[Event]]:
+    """The events of both workers; names are the real Transformer Engine's where there is one."""
+
+    def run(*parts: str) -> dict[str, list[Event]]:
+        workers = {part: ["-m", "megatron.quant_state.survey", str(job), part] for part in parts}
+        tell = partial(_tell, progress)
+        return run_workers(job, workers, tell, plain={"real_names"})
+
+    if not has_transformer_engine():
+        return run("names", "calls")
+    events = run("real_names", "calls")
+    last = events["real_names"][-1]
+    if last["event"] == "unavailable":
+        progress(f"Transformer Engine cannot be used here ({last['reason']}); names without it")
+        return {**events, **run("names")}
+    return {**events, "names": events["real_names"]}
+
+
 def _tell(progress: Callable[[str], None], worker: str, event: Event) -> None:
-    if worker == "names" and event["event"] == "stage":
+    if worker != "calls" and event["event"] == "stage":
         progress(f"full model, meta device: {_stage_name(event)}")
     elif event["event"] == "built":
         progress("twin: built")

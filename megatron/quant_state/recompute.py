@@ -11,6 +11,7 @@ Everything that TE keeps for this is process-wide, because backward runs on anot
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,14 @@ from megatron.quant_state.recompute_state import Calls, Queues, RecomputeState
 
 __all__ = ["keep_precision", "nest_enter", "nest_exit", "prepare_replayed_call"]
 
+# ``prepare_forward`` of TE 2.9 to 2.20.
+_PREPARE_PARAMETERS = (
+    "self",
+    "inp",
+    "num_gemms",
+    "allow_non_contiguous",
+    "allow_different_data_and_param_types",
+)
 # Place of is_first_fp8_module in what ``FP8GlobalStateManager.get_autocast_state`` returns.
 _FIRST = 4
 # In the ``__dict__`` of an activation_recompute_forward: what was there before each entry.
@@ -200,18 +209,46 @@ def prepare_replayed_call(
     """
     values, phase_name = te.globals, te.phase_name
 
+    def prepare_replay(module: Any, inp: Any, num_gemms: int) -> None:
+        _take_ambient_state(module, te, num_gemms)
+        if _replaying is not None and module.fp8:
+            _replaying.swapped.append(module.fp8_meta)
+            if _replaying.first_once:
+                _give_first_once(_replaying, module, te, inp)
+
+    def note(module: Any, calls: Calls) -> None:
+        if te.manager.is_fp8_enabled():
+            meta = module.fp8_meta
+            if id(meta) not in calls:
+                calls[id(meta)] = (meta, tuple(te.queue_of(meta)), module)
+
+    if tuple(inspect.signature(prepare_forward).parameters) == _PREPARE_PARAMETERS:
+        # Every call of every module passes here, and Python calls a function of plain arguments
+        # several times as fast.
+        @functools.wraps(prepare_forward)
+        def wrapper_of_four(
+            self: Any,
+            inp: Any,
+            num_gemms: int = 1,
+            allow_non_contiguous: bool = False,
+            allow_different_data_and_param_types: bool = False,
+        ) -> Any:
+            if values[phase_name]:
+                prepare_replay(self, inp, num_gemms)
+            if _calls is not None:
+                note(self, _calls)
+            return prepare_forward(
+                self, inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
+            )
+
+        return wrapper_of_four
+
     @functools.wraps(prepare_forward)
     def wrapper(self: Any, inp: Any, num_gemms: int = 1, *args: Any, **kwargs: Any) -> Any:
         if values[phase_name]:
-            _take_ambient_state(self, te, num_gemms)
-            if _replaying is not None and self.fp8:
-                _replaying.swapped.append(self.fp8_meta)
-                if _replaying.first_once:
-                    _give_first_once(_replaying, self, te, inp)
-        if _calls is not None and te.manager.is_fp8_enabled():
-            meta = self.fp8_meta
-            if id(meta) not in _calls:
-                _calls[id(meta)] = (meta, tuple(te.queue_of(meta)), self)
+            prepare_replay(self, inp, num_gemms)
+        if _calls is not None:
+            note(self, _calls)
         return prepare_forward(self, inp, num_gemms, *args, **kwargs)
 
     return wrapper

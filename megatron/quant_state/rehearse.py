@@ -7,27 +7,24 @@ Each run is a process of its own (``train.py``). Gradients are compared byte by 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.quant_state import reference
 from megatron.quant_state.errors import WorkerError
-from megatron.quant_state.model import ModelDescription, error_from_json
+from megatron.quant_state.model import ModelDescription
 from megatron.quant_state.replays import Replay
 from megatron.quant_state.twin import Change, build_twin
+from megatron.quant_state.workers import Event, run_workers
 
-__all__ = ["Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
+__all__ = ["ENGINES", "Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
 
-_POLL_SECONDS = 0.1
-_LAST_LINES = 15
+#: What computes: the emulation on the CPU, or the real library on a GPU.
+ENGINES = ("reference", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -109,18 +106,12 @@ class Rehearsal:
         return "exact" if exact and self.truth_is_checked is not False else "wrong"
 
 
-@dataclass
-class _Worker:
-    run: str
-    folder: Path
-    process: subprocess.Popen[str]
-    events: list[dict[str, Any]] = field(default_factory=list)
-
-
 def rehearse(
     description: ModelDescription,
     steps: int,
     progress: Callable[[str, int], None] = lambda run, step: None,
+    *,
+    engine: str = "reference",
 ) -> Rehearsal:
     """Train the twin of a model and compare.
 
@@ -130,24 +121,30 @@ def rehearse(
         description: the full model.
         steps: optimizer steps of each run.
         progress: called with a run's name and the number of steps it has done, 0 once it is built.
+        engine: one of ``ENGINES``; the real one wants a GPU, and a twin that is wider.
 
     Raises:
-        InputError: Megatron refuses the model, or training diverges.
+        InputError: there is no such engine here, Megatron refuses the model, or training diverges.
         WorkerError: a run ended in another way; the message has its last lines.
     """
-    twin = build_twin(description)
+    twin = build_twin(description, on_gpu=engine != "reference")
     delayed = _is_delayed(twin.description)
     with tempfile.TemporaryDirectory(prefix="quant-state-") as folder:
         job = Path(folder)
-        given = {"full": description.to_dict(), "twin": twin.description.to_dict(), "steps": steps}
+        given = {
+            "full": description.to_dict(),
+            "twin": twin.description.to_dict(),
+            "steps": steps,
+            "engine": engine,
+        }
         (job / "job.json").write_text(json.dumps(given))
         # The release follows the truth's gradients, so the truth comes first.
         truths = ["truth"] if delayed else ["truth", "no_cache"]
-        workers = _train(job, truths, steps, progress)
-        names = workers["truth"].events[0]["parameters"]
+        events = _train(job, truths, steps, progress, engine)
+        names = events["truth"][0]["parameters"]
         _check_finite(job, description, names, steps)
-        workers |= _train(job, ["release", "quant_state"], steps, progress)
-        built = {run: worker.events[0] for run, worker in workers.items()}
+        events |= _train(job, ["release", "quant_state"], steps, progress, engine)
+        built = {run: of_run[0] for run, of_run in events.items()}
         for run, event in built.items():
             if event["parameters"] != names or event["weights"] != built["truth"]["weights"]:
                 raise WorkerError(f"the runs 'truth' and '{run}' did not start from equal weights")
@@ -158,8 +155,8 @@ def rehearse(
             num_microbatches=twin.description.num_microbatches,
             versions=built["truth"]["versions"],
             changes=twin.changes,
-            release=_summary(job, workers["release"], names, steps),
-            quant_state=_summary(job, workers["quant_state"], names, steps),
+            release=_summary(job, "release", events["release"], names, steps),
+            quant_state=_summary(job, "quant_state", events["quant_state"], names, steps),
             truth_is_checked=checked,
         )
 
@@ -171,67 +168,20 @@ def _is_delayed(description: ModelDescription) -> bool:
 
 
 def _train(
-    job: Path, runs: Sequence[str], steps: int, progress: Callable[[str, int], None]
-) -> dict[str, _Worker]:
-    """Train at the same time; the workers by run, each with all of its events."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    workers: dict[str, _Worker] = {}
-    try:
-        for run in runs:
-            with (job / f"{run}.log").open("w") as log:
-                arguments = ["-m", "megatron.quant_state.train", str(job), run]
-                # A worker ends when its stdin is closed, also by our own death.
-                process = reference.start(
-                    arguments,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                )
-            workers[run] = _Worker(run, job / run, process)
-        waiting = dict(workers)
-        while waiting:
-            time.sleep(_POLL_SECONDS)
-            for run, worker in list(waiting.items()):
-                ended = worker.process.poll() is not None
-                seen = len(worker.events)
-                worker.events = _read_events(worker.folder)
-                for event in worker.events[seen:]:
-                    if event["event"] == "refused":
-                        raise error_from_json(event["error"])
-                    progress(run, event.get("step", 0))
-                if ended:
-                    _check_end(worker, job, steps)
-                    del waiting[run]
-    finally:
-        for worker in workers.values():
-            worker.process.kill()
-            # Waits, and closes stdin.
-            worker.process.communicate()
-    return workers
+    job: Path,
+    runs: Sequence[str],
+    steps: int,
+    progress: Callable[[str, int], None],
+    engine: str,
+) -> dict[str, list[Event]]:
+    """Train at the same time; the events of each run."""
 
+    def tell(run: str, event: Event) -> None:
+        progress(run, event.get("step", 0))
 
-def _read_events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "events.jsonl"
-    if not path.exists():
-        return []
-    # A last line without its end is still being written.
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
-def _check_end(worker: _Worker, job: Path, steps: int) -> None:
-    code = worker.process.returncode
-    done = [event["step"] for event in worker.events if event["event"] == "step"]
-    if code != 0 or done != list(range(1, steps + 1)):
-        log = (job / f"{worker.run}.log").read_text(encoding="utf-8", errors="replace")
-        lines = log.splitlines()[-_LAST_LINES:]
-        how = (
-            f"was killed by signal {-code}"
-            if code < 0
-            else f"ended with exit code {code} after {len(done)} of {steps} steps"
-        )
-        text = "\n  ".join(["", *lines])
-        raise WorkerError(f"the run '{worker.run}' {how}. Its last lines:{text}")
+    workers = {run: ["-m", "megatron.quant_state.train", str(job), run] for run in runs}
+    plain = () if engine == "reference" else runs
+    return run_workers(job, workers, tell, plain, steps=steps)
 
 
 def _gradients(
@@ -274,15 +224,15 @@ def _relative_error(right: Any, found: Any) -> float:
     return difference / norm if norm else difference
 
 
-def _summary(job: Path, worker: _Worker, parameters: Any, steps: int) -> Run:
-    done = [event for event in worker.events if event["event"] == "step"]
+def _summary(job: Path, run: str, events: list[Event], parameters: Any, steps: int) -> Run:
+    done = [event for event in events if event["event"] == "step"]
 
     def total(key: str) -> int:
         return sum(int(event[key]) for event in done)
 
     return Run(
         parameters=len(parameters),
-        wrong=tuple(_wrong(job, worker.run, parameters, steps)),
+        wrong=tuple(_wrong(job, run, parameters, steps)),
         weight_quantizations=total("weight_quantizations"),
         weight_quantizations_least=total("weight_quantizations_least"),
         stale_reads=total("stale_reads") + total("empty_reads"),

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.quant_state.build import build_model
 from megatron.quant_state.model import ModelDescription
 
-__all__ = ["Stage", "at_stage", "build_stage", "layer_numbers", "pipeline_stages"]
+__all__ = ["Stage", "at_stage", "build_stage", "layer_numbers", "on_device", "pipeline_stages"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def build_stage(description: ModelDescription, stage: Stage, *, device: str = "c
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.pp = _PipelineGroup(groups.pp, stage)
-    with _current_device(device):
+    with on_device(device):
         return build_model(
             description,
             pre_process=stage.pre_process,
@@ -140,23 +140,38 @@ def build_stage(description: ModelDescription, stage: Stage, *, device: str = "c
 
 
 @contextmanager
-def _current_device(device: str) -> Iterator[None]:
-    """Megatron's embedding and output layer name the current CUDA device, whatever is the default.
+def on_device(device: str) -> Iterator[None]:
+    """What is built inside lies on ``device``.
 
-    On the meta device that must be it too, or the vocabulary takes gigabytes for nothing.
+    Megatron's embedding and output layer name the current CUDA device, whatever is the default. On
+    the meta device that must be it too, or the vocabulary takes gigabytes for nothing.
     """
     import torch
 
     if device != "meta":
-        yield
+        with torch.device(device):
+            yield
         return
-    before = torch.cuda.current_device
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("meta")
+    # Transformer Engine refuses to be built where there is no GPU; nothing is asked of one.
+    stand_ins: dict[str, Any] = {
+        "current_device": lambda: torch.device("meta"),
+        "is_available": lambda: True,
+    }
     try:
-        yield
+        cuda.Stream()
+    except (RuntimeError, AssertionError):
+        # Nothing runs on the streams that the experts make; without a GPU there are none.
+        stand_ins["Stream"] = lambda *_, **__: None
+    before = {name: getattr(cuda, name) for name in stand_ins}
+    try:
+        for name, stand_in in stand_ins.items():
+            setattr(cuda, name, stand_in)
+        with torch.device(device):
+            yield
     finally:
-        cuda.current_device = before
+        for name, value in before.items():
+            setattr(cuda, name, value)
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)$")

@@ -2,9 +2,10 @@
 """Worker of a plan: builds each pipeline stage of a model and writes down what its linears do.
 
 Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.survey JOB PART``.
-JOB is a folder with ``job.json``; PART is ``names``, the full model on the meta device, or
-``calls``, a run of the twin. Events go to ``JOB/PART/events.jsonl``, one JSON object a line. The
-process ends at once when its stdin is closed.
+JOB is a folder with ``job.json``; PART is ``names``, the full model on the meta device, ``calls``,
+a run of the twin, or ``real_names``, which is ``names`` in a plain Python process with the real
+Transformer Engine; where that cannot be used, its last event is ``unavailable``. Events go to
+``JOB/PART/events.jsonl``, one JSON object a line. The process ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.quant_state.errors import InputError
 from megatron.quant_state.model import ModelDescription, error_to_json
+from megatron.quant_state.package_info import __version__
 from megatron.quant_state.train import end_with_stdin
 
 __all__ = ["main"]
@@ -34,7 +36,7 @@ def main(arguments: list[str]) -> int:
     """Survey.
 
     Args:
-        arguments: the job's folder and ``names`` or ``calls``.
+        arguments: the job's folder and ``names``, ``calls`` or ``real_names``.
 
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
@@ -50,7 +52,9 @@ def main(arguments: list[str]) -> int:
 
         try:
             if part == "names":
-                _names(given, write)
+                _names(given, write, "none (reference engine)")
+            elif part == "real_names":
+                _real_names(given, write)
             else:
                 _calls(given, write)
         except InputError as error:
@@ -59,7 +63,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _names(given: dict[str, Any], write: Write) -> None:
+def _real_names(given: dict[str, Any], write: Write) -> None:
+    try:
+        import torch  # noqa: F401 - TE finds the CUDA libraries that torch has loaded
+        from transformer_engine import __version__ as te_version
+        from transformer_engine.pytorch import Linear  # noqa: F401 - it loads TE's own library
+
+        _names(given, write, str(te_version).partition("+")[0])
+    except InputError:
+        raise
+    except Exception as error:
+        # A build for another torch or another machine fails in many ways.
+        write("unavailable", reason=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+
+def _names(given: dict[str, Any], write: Write, te_version: str) -> None:
     import torch
 
     from megatron.quant_state import build, stages
@@ -76,9 +94,13 @@ def _names(given: dict[str, Any], write: Write) -> None:
             "python": ".".join(map(str, sys.version_info[:3])),
             "torch": torch.__version__,
             "megatron-core": megatron_version(),
-            "megatron-quant-state": version("megatron-quant-state"),
+            "transformer-engine": te_version,
+            "megatron-quant-state": __version__,
         },
     )
+    # Asks for a CUDA extension, and changes no name and no shape.
+    unfused = {**full.transformer_config, "gradient_accumulation_fusion": False}
+    full = replace(full, transformer_config=unfused)
     for stage in stages.pipeline_stages(full):
         with stages.at_stage(stage):
             model = stages.build_stage(full, stage, device="meta")

@@ -1,10 +1,11 @@
 # Copyright (c) 2026, the megatron.quant_state authors. Licensed under the Apache License 2.0.
 """Worker of a rehearsal: one process trains one model once and writes down what happened.
 
-Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.train JOB RUN``. JOB
-is a folder with ``job.json``; this process writes to ``JOB/RUN``: ``events.jsonl``, one JSON
-object a line, and ``step{N}.npy``, all main_grads of step N one after the other, fp32. It ends at
-once when its stdin is closed: then whoever wanted the answer is gone.
+Started as ``python -m megatron.quant_state.reference -m megatron.quant_state.train JOB RUN``, or
+without the first module on real kernels. JOB is a folder with ``job.json``; this process writes to
+``JOB/RUN``: ``events.jsonl``, one JSON object a line, and ``step{N}.npy``, all main_grads of step N
+one after the other, fp32. It ends at once when its stdin is closed: then whoever wanted the answer
+is gone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ RUNS = {
 }
 
 _SEED = 1234
+
+# Kernels that give the same bytes every time, where there are such; the user's wishes win.
+_DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -79,8 +87,11 @@ def _write(events: IO[str], **values: Any) -> None:
 def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     import numpy
     import torch
+
+    engine = given.get("engine", "reference")
+    device = "cpu" if engine == "reference" else "cuda"
+    probe = _probe(engine)
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from transformer_engine import reference
 
     from megatron.quant_state import build
     from megatron.quant_state.megatron_config import megatron_version
@@ -92,7 +103,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     if run in ("truth", "no_cache"):
         _replay_in_the_precision_of_the_forward()
     if run == "truth":
-        reference.never_overwrite(True)
+        probe.never_overwrite(True)
     elif run == "no_cache":
         config = {**twin.transformer_config, "disable_parameter_transpose_cache": True}
         twin = replace(twin, transformer_config=config)
@@ -100,7 +111,7 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
         from megatron.quant_state import install
 
         install()
-    model = build.build_model(twin)
+    model = build.build_model(twin, device=device)
     chunk = build.build_ddp(model, twin)
     optimizer = build.build_optimizer([chunk], twin)
     build.connect_schedule([chunk], optimizer)
@@ -114,13 +125,14 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
         versions={
             "python": ".".join(map(str, sys.version_info[:3])),
             "torch": torch.__version__,
+            **_engine_version(engine),
             "megatron-core": megatron_version(),
             PACKAGE_NAME: __version__,
         },
     )
     for step in range(1, given["steps"] + 1):
-        reference.counters.reset()
-        reference.record_calls(True)
+        probe.counters.reset()
+        probe.record_calls(True)
         start = time.perf_counter()
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -131,18 +143,18 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
                     module.is_first_microbatch = True
         reports = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=_batches(twin, step),
+            data_iterator=_batches(twin, step, device),
             model=[chunk],
             num_microbatches=twin.num_microbatches,
             seq_length=twin.seq_length,
             micro_batch_size=twin.micro_batch_size,
             forward_only=False,
         )
-        replays = replays_in_another_precision(reference.calls, modules, step)
-        reference.record_calls(False)
-        reference.calls.clear()
+        replays = replays_in_another_precision(probe.calls, modules, step)
+        probe.record_calls(False)
+        probe.calls.clear()
         flat = torch.cat([p.main_grad.detach().float().flatten() for _, p in named])
-        numpy.save(job / run / f"step{step}.npy", flat.numpy())
+        numpy.save(job / run / f"step{step}.npy", flat.cpu().numpy())
         if run == "release":
             # So that a step's error is its own, and not the drift that earlier ones caused.
             right = torch.from_numpy(numpy.load(job / "truth" / f"step{step}.npy"))
@@ -156,10 +168,10 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             step=step,
             seconds=time.perf_counter() - start,
             loss=sum(float(report["loss"]) for report in reports) / len(reports),
-            weight_quantizations=reference.counters.weight_quantizations,
-            weight_quantizations_least=len(reference.counters.weights_used),
-            stale_reads=reference.counters.stale_reads,
-            empty_reads=reference.counters.empty_reads,
+            weight_quantizations=probe.counters.weight_quantizations,
+            weight_quantizations_least=len(probe.counters.weights_used),
+            stale_reads=probe.counters.stale_reads,
+            empty_reads=probe.counters.empty_reads,
             replays_in_another_precision=[asdict(replay) for replay in replays],
         )
 
@@ -178,14 +190,56 @@ def _replay_in_the_precision_of_the_forward() -> None:
         apply_patches(RECOMPUTE_PATCHES)
 
 
-def _batches(twin: ModelDescription, step: int) -> Iterator[Any]:
+def _probe(engine: str) -> Any:
+    """Switches and counters of the engine, before Megatron is imported.
+
+    Raises:
+        InputError: the engine is not there.
+    """
+    if engine == "reference":
+        from transformer_engine import reference
+
+        return reference
+    for variable, value in _DETERMINISTIC.items():
+        os.environ.setdefault(variable, value)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(
+            "--engine transformer-engine: found no GPU. Run it on a GPU host, or without it"
+        )
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        message = f"--engine transformer-engine: cannot be imported here: {error}"
+        raise InputError(message) from error
+    from megatron.quant_state import te_probe
+
+    te_probe.provide_fused_weight_gradient()
+    te_probe.install(check_reads=True)
+    return te_probe
+
+
+def _engine_version(engine: str) -> dict[str, str]:
+    if engine == "reference":
+        return {}
+    import torch
+    import transformer_engine
+
+    return {
+        "transformer-engine": transformer_engine.__version__,
+        "GPU": torch.cuda.get_device_name(),
+    }
+
+
+def _batches(twin: ModelDescription, step: int, device: str) -> Iterator[Any]:
     """Tokens of a step's microbatches, [micro_batch_size, seq_length + 1], int64."""
     import torch
 
     generator = torch.Generator().manual_seed(step)
     shape = (twin.micro_batch_size, twin.seq_length + 1)
     while True:
-        yield torch.randint(twin.vocab_size, shape, generator=generator)
+        yield torch.randint(twin.vocab_size, shape, generator=generator).to(device)
 
 
 def _forward_step(batches: Iterator[Any], chunk: Any) -> Any:
@@ -193,8 +247,8 @@ def _forward_step(batches: Iterator[Any], chunk: Any) -> Any:
 
     tokens = next(batches)
     size, length = tokens.shape[0], tokens.shape[1] - 1
-    positions = torch.arange(length).expand(size, length)
-    mask = torch.ones(size, length)
+    positions = torch.arange(length, device=tokens.device).expand(size, length)
+    mask = torch.ones(size, length, device=tokens.device)
     out = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=mask)
     return out, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
@@ -202,7 +256,7 @@ def _forward_step(batches: Iterator[Any], chunk: Any) -> Any:
 def _digest(parameters: Iterator[Any]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters:
-        digest.update(parameter.detach().float().numpy().tobytes())
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -7,7 +7,8 @@ from structure alone, so the twin shows what the full model would do. Numbers of
     hidden 64, head 16, up to 16 heads, FFN 128, expert FFN 64, 8 experts top 2 in 4 groups,
     LoRA 32 (query) and 16 (key and value), vocabulary 128, sequence 32, one sample a microbatch.
 
-All are multiples of 16, as FP8 GEMMs want, and of 32 where 32-element blocks may be in play.
+All are multiples of 16, as FP8 GEMMs want, and of 32 where 32-element blocks may be in play. For
+real kernels each is 8 times as wide, as blocks of 128 want.
 """
 
 from __future__ import annotations
@@ -28,6 +29,24 @@ _EXPERTS, _TOPK, _GROUPS = 8, 2, 4
 _VOCAB = 128
 _SEQUENCE = 32
 _TOKENS_PER_CHUNK = 8
+
+#: Widths that are wider for real kernels; how many there are of something stays.
+_WIDER_ON_GPU = (
+    "hidden_size",
+    "kv_channels",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "vocab_size",
+    "seq_length",
+)
+_GPU_SCALE = 8
 
 _WIDTH = "width decides nothing, and a small one is fast"
 _DTYPE = "bf16 GEMMs are slow on a CPU; which weights are quantized does not depend on it"
@@ -114,7 +133,11 @@ class Twin:
 
 
 def build_twin(
-    description: ModelDescription, *, keep_pipeline: bool = False, keep_widths: bool = False
+    description: ModelDescription,
+    *,
+    keep_pipeline: bool = False,
+    keep_widths: bool = False,
+    on_gpu: bool = False,
 ) -> Twin:
     """The twin of a model; no width is ever made larger.
 
@@ -122,11 +145,12 @@ def build_twin(
         description: the full model.
         keep_pipeline: keep the pipeline split, for a plan of each stage; a run wants one process.
         keep_widths: cut nothing, only fit one process: the full model's shapes, on the meta device.
+        on_gpu: for real kernels: wider, and in the precision that the model says.
 
     Raises:
         InputError: a width is not a number.
     """
-    cutter = _Cutter(description)
+    cutter = _Cutter(description, on_gpu)
     if not keep_widths:
         _cut_attention(cutter)
         _cut_mlp_and_experts(cutter)
@@ -137,8 +161,9 @@ def build_twin(
 class _Cutter:
     """Changes copies of a description's fields, and records each change."""
 
-    def __init__(self, description: ModelDescription) -> None:
+    def __init__(self, description: ModelDescription, on_gpu: bool = False) -> None:
         self.description = description
+        self.on_gpu = on_gpu
         self.changes: list[Change] = []
         self.top: dict[str, Any] = {}
         names = ("transformer_config", "parallel", "ddp", "optimizer")
@@ -169,9 +194,13 @@ class _Cutter:
 
     def cut(self, name: str, most: int, default: int | None = None, reason: str = _WIDTH) -> None:
         """Lower a width to ``most``; one that is smaller, null or absent stays."""
-        value = self.width(name, default)
+        value, most = self.width(name, default), self.widest(name, most)
         if value is not None and value > most:
             self.set(name, most, reason)
+
+    def widest(self, name: str, most: int) -> int:
+        """``most`` as the engine wants it."""
+        return most * _GPU_SCALE if self.on_gpu and name in _WIDER_ON_GPU else most
 
     def switch(self, values: dict[str, Any], reason: str) -> None:
         """Set those of ``values`` that were given."""
@@ -180,7 +209,7 @@ class _Cutter:
                 self.set(name, value, reason)
 
     def cut_top(self, name: str, most: int) -> None:
-        value = getattr(self.description, name)
+        value, most = getattr(self.description, name), self.widest(name, most)
         if value > most:
             self.top[name] = most
             self.changes.append(Change(name, value, most, _WIDTH))
@@ -204,9 +233,9 @@ def _cut_attention(cutter: _Cutter) -> None:
     groups = cutter.width("num_query_groups")
     if cutter.width("kv_channels") is None:
         # Megatron derives it from the two widths that are about to change.
-        if hidden // heads > _HEAD:
-            cutter.set("kv_channels", _HEAD, _WIDTH)
-        elif hidden > _HIDDEN or heads > 4:
+        if hidden // heads > cutter.widest("kv_channels", _HEAD):
+            cutter.set("kv_channels", cutter.widest("kv_channels", _HEAD), _WIDTH)
+        elif hidden > cutter.widest("hidden_size", _HIDDEN) or heads > 4:
             cutter.set("kv_channels", hidden // heads, "kept from hidden_size / heads")
     cutter.cut("kv_channels", _HEAD)
     cutter.cut("hidden_size", _HIDDEN)
@@ -243,8 +272,9 @@ def _cut_attention(cutter: _Cutter) -> None:
 def _cut_mlp_and_experts(cutter: _Cutter) -> None:
     hidden = cutter.description.transformer_config.get("hidden_size")
     cutter.cut("ffn_hidden_size", _FFN)
-    if cutter.width("ffn_hidden_size") is None and isinstance(hidden, int) and 4 * hidden > _FFN:
-        cutter.set("ffn_hidden_size", _FFN, _WIDTH)
+    widest = cutter.widest("ffn_hidden_size", _FFN)
+    if cutter.width("ffn_hidden_size") is None and isinstance(hidden, int) and 4 * hidden > widest:
+        cutter.set("ffn_hidden_size", widest, _WIDTH)
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         cutter.cut(name, _EXPERT_FFN)
     cutter.cut("moe_latent_size", 32)
@@ -275,12 +305,8 @@ def _fit_one_process(cutter: _Cutter, keep_pipeline: bool) -> None:
         elif name.endswith("_size") and not name.startswith(("virtual", "expert_tensor")):
             default = 1
         cutter.set(name, default, _PARALLEL, "parallel")
-    for name in ("bf16", "fp16", "enable_autocast"):
-        if cutter.config.get(name):
-            cutter.set(name, False, _DTYPE)
-    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
-        if cutter.config.get(name) is not None:
-            cutter.set(name, "fp32", _DTYPE)
+    if not cutter.on_gpu:
+        _fit_precision(cutter)
     cutter.switch(_OVERLAP, _PARALLEL)
     if cutter.config.get("moe_token_dispatcher_type") == "flex":
         cutter.set("moe_token_dispatcher_type", "alltoall", "flex needs DeepEP or HybridEP")
@@ -293,16 +319,26 @@ def _fit_one_process(cutter: _Cutter, keep_pipeline: bool) -> None:
     _fit_ddp_and_optimizer(cutter)
 
 
-def _fit_ddp_and_optimizer(cutter: _Cutter) -> None:
-    ddp, optimizer = cutter.sections["ddp"], cutter.sections["optimizer"]
-    for name, value in (("num_distributed_optimizer_instances", 1), ("nccl_ub", False)):
-        if name in ddp:
-            cutter.set(name, value, _PARALLEL, "ddp")
+def _fit_precision(cutter: _Cutter) -> None:
+    optimizer = cutter.sections["optimizer"]
+    for name in ("bf16", "fp16", "enable_autocast"):
+        if cutter.config.get(name):
+            cutter.set(name, False, _DTYPE)
+    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
+        if cutter.config.get(name) is not None:
+            cutter.set(name, "fp32", _DTYPE)
     for name in ("bf16", "fp16"):
         if optimizer.get(name):
             cutter.set(name, False, _DTYPE, "optimizer")
     if "params_dtype" in optimizer:
         cutter.set("params_dtype", "fp32", _DTYPE, "optimizer")
+
+
+def _fit_ddp_and_optimizer(cutter: _Cutter) -> None:
+    ddp, optimizer = cutter.sections["ddp"], cutter.sections["optimizer"]
+    for name, value in (("num_distributed_optimizer_instances", 1), ("nccl_ub", False)):
+        if name in ddp:
+            cutter.set(name, value, _PARALLEL, "ddp")
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"):
         if optimizer.get(name):
             cutter.set(name, False, "needs Transformer Engine's own Adam", "optimizer")

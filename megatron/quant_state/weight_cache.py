@@ -27,6 +27,7 @@ __all__ = [
     "resolve_flag_and_refresh",
     "set_is_first_microbatch",
     "weights_changed",
+    "write_flag_directly",
 ]
 
 logger = logging.getLogger(__name__)
@@ -65,10 +66,12 @@ def refresh_weight_cache(module: Any, will_quantize: bool) -> None:
     captured = _CAPTURED in module.__dict__
     if will_quantize or captured:
         parameters = module._parameters
-        copies = [(copy, parameters.get(name)) for name, copy in workspaces.items()]
-        if all(_can_requantize(copy, weight, captured) for copy, weight in copies):
-            for copy, weight in copies:
-                copy.quantize_(weight.detach())
+        for name, copy in workspaces.items():
+            if not _can_requantize(copy, parameters.get(name), captured):
+                break
+        else:
+            for name, copy in workspaces.items():
+                copy.quantize_(parameters[name].detach())
             return
         if captured:
             raise RuntimeError(
@@ -112,30 +115,25 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
         Callable: a function with the same signature.
     """
     is_fp8_enabled = fp8_state.is_fp8_enabled
-    fp8_graph_capturing = fp8_state.fp8_graph_capturing
+    capturing = _capture_check(fp8_state)
     resolve = _resolve_is_first_microbatch
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ambient_autocast = is_fp8_enabled()
-        flag = resolve(self, self.config, ambient_autocast)
-        if flag is not None and fp8_graph_capturing():
-            flag = _flag_under_capture(self, fp8_state)
-        elif flag:
-            _say_overwrite_main_grad(self)
-            will_execute_quantized = getattr(self, "will_execute_quantized", None)
-            refresh_weight_cache(
-                self,
-                ambient_autocast
-                if will_execute_quantized is None
-                else bool(will_execute_quantized(ambient_autocast)),
-            )
-            flag = False
-        elif flag is False:
-            return forward(self, *args, **kwargs)
         # Plain dict writes: nn.Module.__setattr__ costs more than the rest of this wrapper.
         state = self.__dict__
-        owed = state[_FLAG]
+        config, owed = self.config, state[_FLAG]
+        # Only a recipe asks for the state of autocast, so it is not read for others.
+        has_recipe = getattr(config, "quant_recipe", None) is not None
+        flag = resolve(self, config, is_fp8_enabled() if has_recipe else None)
+        if flag is not None:
+            if capturing():
+                flag = _flag_under_capture(self, fp8_state)
+            elif flag:
+                _refresh_armed(self, is_fp8_enabled())
+                flag = False
+            if flag is owed:
+                return forward(self, *args, **kwargs)
         state[_FLAG] = flag
         try:
             out = forward(self, *args, **kwargs)
@@ -149,6 +147,68 @@ def resolve_flag_and_refresh(forward: Callable[..., Any], fp8_state: Any) -> Cal
     return wrapper
 
 
+def write_flag_directly(set_attribute: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``__setattr__`` of a TE linear wrapper: the flag goes straight into ``__dict__``.
+
+    Megatron's ``forward`` writes the flag at every call, and ``nn.Module.__setattr__`` looks for a
+    parameter, a module and a buffer of that name first, which costs more than all that this layer
+    adds to a call.
+
+    Args:
+        set_attribute: what the class inherits, for every other attribute.
+
+    Returns:
+        Callable: a function with the same signature.
+    """
+
+    @functools.wraps(set_attribute)
+    def wrapper(self: Any, name: str, value: Any) -> None:
+        if name == _FLAG:
+            self.__dict__[_FLAG] = value
+        else:
+            set_attribute(self, name, value)
+
+    return wrapper
+
+
+def _capture_check(fp8_state: Any) -> Callable[[], bool]:
+    """TE's ``fp8_graph_capturing()`` without its Python frames, where torch has the call.
+
+    Source: Transformer Engine 2.9.0 and 2.20.2, ``FP8GlobalStateManager.fp8_graph_capturing``: its
+    own mark, or a capture of the current stream.
+    """
+    import torch
+
+    check: Callable[[], bool] = fp8_state.fp8_graph_capturing
+    is_capturing: Callable[[], bool] | None = getattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", None
+    )
+    state = getattr(fp8_state, "quantization_state", None)
+    known = hasattr(state, "fp8_graph_capturing")
+    if is_capturing is None or not known or not torch.cuda.is_available():
+        return check
+
+    def capturing() -> bool:
+        # Looked up at every call: ``reset()`` replaces the state.
+        marked: bool = fp8_state.quantization_state.fp8_graph_capturing
+        return marked or is_capturing()
+
+    return capturing
+
+
+def _refresh_armed(module: Any, ambient_autocast: bool) -> None:
+    """What an armed, tracked call does before TE sees it."""
+    _say_overwrite_main_grad(module)
+    if module._fp8_workspaces:
+        will_execute_quantized = getattr(module, "will_execute_quantized", None)
+        refresh_weight_cache(
+            module,
+            ambient_autocast
+            if will_execute_quantized is None
+            else bool(will_execute_quantized(ambient_autocast)),
+        )
+
+
 def _flag_under_capture(module: Any, fp8_state: Any) -> bool | None:
     """What a call that a CUDA graph captures hands to TE; the graph replays it for ever.
 
@@ -156,7 +216,10 @@ def _flag_under_capture(module: Any, fp8_state: Any) -> bool | None:
     (``quant_recipe``-only runs) a Python flag would be baked in: a graph of a False never sees new
     weights, so the call quantizes at every replay instead.
     """
-    if fp8_state.get_skip_fp8_weight_update_tensor() is None:
+    # TE 2.15 has the tensor and no method that returns it.
+    get = getattr(fp8_state, "get_skip_fp8_weight_update_tensor", None)
+    skip = get() if get else fp8_state.quantization_state.skip_fp8_weight_update_tensor
+    if skip is None:
         return None
     module.__dict__[_CAPTURED] = True
     return False

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron.quant_state import reference
 from megatron.quant_state.errors import WorkerError
 from megatron.quant_state.model import error_from_json
 
-__all__ = ["Event", "run_workers"]
+__all__ = ["Event", "has_transformer_engine", "run_workers"]
 
 _POLL_SECONDS = 0.05
 _LAST_LINES = 15
@@ -28,6 +30,9 @@ def run_workers(
     job: Path,
     workers: Mapping[str, Sequence[str]],
     progress: Callable[[str, Event], None],
+    plain: Collection[str] = (),
+    *,
+    steps: int = 0,
 ) -> dict[str, list[Event]]:
     """Run processes at the same time, one thread each.
 
@@ -36,6 +41,8 @@ def run_workers(
             ``event`` a line, and ``refused`` with an error where the input is at fault.
         workers: a worker's name to its arguments after ``python``.
         progress: called with a worker's name and each of its events, in order.
+        plain: workers that run with whatever ``transformer_engine`` is installed instead.
+        steps: number of ``step`` events without which a worker has not done its work.
 
     Returns:
         The events of each worker.
@@ -53,7 +60,7 @@ def run_workers(
         for name, arguments in workers.items():
             with (job / f"{name}.log").open("w") as log:
                 # A worker ends when its stdin is closed, also by our own death.
-                process = reference.start(
+                process = (_start if name in plain else reference.start)(
                     arguments,
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -74,7 +81,7 @@ def run_workers(
                         raise error_from_json(event["error"])
                     progress(name, event)
                 if ended:
-                    _check_end(name, process.returncode, job)
+                    _check_end(name, process.returncode, events[name], steps, job)
                     del running[name]
     finally:
         for process in started:
@@ -82,6 +89,21 @@ def run_workers(
             # Waits, and closes stdin.
             process.communicate()
     return events
+
+
+def has_transformer_engine() -> bool:
+    """Whether a Transformer Engine is installed, whether or not it can be imported."""
+    spec = importlib.util.find_spec("transformer_engine")
+    # In a process on the reference engine there is that one.
+    ours = os.path.dirname(reference.__file__)
+    return spec is not None and not str(spec.origin).startswith(ours)
+
+
+def _start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
+    """As ``reference.start``, in a plain Python process."""
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    popen["env"] = {**popen["env"], "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return subprocess.Popen([sys.executable, *arguments], text=True, **popen)
 
 
 def _read_events(folder: Path) -> list[Event]:
@@ -92,9 +114,12 @@ def _read_events(folder: Path) -> list[Event]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def _check_end(name: str, code: int, job: Path) -> None:
-    if code != 0:
+def _check_end(name: str, code: int, events: list[Event], steps: int, job: Path) -> None:
+    done = sum(event["event"] == "step" for event in events)
+    if code != 0 or done < steps:
         log = (job / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if steps and code >= 0:
+            how += f" after {done} of {steps} steps"
         text = "\n  ".join(["", *log.splitlines()[-_LAST_LINES:]])
-        raise WorkerError(f"the process '{name}' {how}. Its last lines:{text}")
+        raise WorkerError(f"the run '{name}' {how}. Its last lines:{text}")

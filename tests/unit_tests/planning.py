@@ -53,7 +53,9 @@ FORCED_CONFIG = """\
 """
 
 
-def run_here(job: Path, workers: Mapping[str, Sequence[str]], progress: Any) -> Any:
+def run_here(
+    job: Path, workers: Mapping[str, Sequence[str]], progress: Any, plain: Any = ()
+) -> Any:
     """``workers.run_workers`` in this process, which is on the reference engine."""
     events = {}
     for name in workers:

@@ -15,8 +15,11 @@ pytest.importorskip(
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.quant_state import plan as plan_module
+from megatron.quant_state import survey
 from megatron.quant_state.errors import InputError
 from megatron.quant_state.model import load_model
+from megatron.quant_state.plan import make_plan
 from megatron.quant_state.plan_totals import cached_bytes, quantizations_per_step
 from megatron.quant_state.twin import build_twin
 from tests.unit_tests.planning import BF16_CONFIG, DENSE, FORCED_CONFIG, MOE, Planner, rows
@@ -289,3 +292,21 @@ def test_width_changes_sizes_alone(planner: Planner) -> None:
 def test_what_megatron_refuses(planner: Planner) -> None:
     with pytest.raises(InputError, match="pipeline_model_parallel_size=3"):
         planner("pipeline_model_parallel_size=3")
+
+
+def test_an_engine_that_cannot_be_used_is_said_and_done_without(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(given: Any, write: Any, te_version: str) -> None:
+        if te_version != "none (reference engine)":
+            write("config", values={}, versions={})
+            raise OSError("libnccl.so.2: cannot open shared object file")
+        names(given, write, te_version)
+
+    names = survey._names
+    monkeypatch.setattr(survey, "_names", broken)
+    monkeypatch.setattr(plan_module, "has_transformer_engine", lambda: True)
+    said: list[str] = []
+    description = load_model(planner.file(DENSE, "dense.yaml"))
+    assert make_plan(description, None, said.append).modules == planner()[0].modules
+    assert any("libnccl.so.2" in text for text in said)

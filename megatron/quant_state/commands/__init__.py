@@ -51,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    words, launch_flags = _split(list(sys.argv[1:] if argv is None else argv))
     try:
-        args = _parser().parse_args(argv)
+        args = _parser().parse_args(words)
+        args.launch_flags = launch_flags
     except SystemExit as stop:  # argparse's own: --help, --version, or a bad option
         return stop.code if isinstance(stop.code, int) else EXIT_BAD_INPUT
     try:
@@ -66,6 +68,19 @@ def _run(argv: Sequence[str] | None) -> int:
         discard(sys.stdout)
         return EXIT_OK
     return code
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Our own words, and the launch script's flags that follow `--` in their MODEL's place."""
+    takes = words[:1] in [[m.__name__.rpartition(".")[2]] for m in _subcommands() if _takes(m)]
+    if not takes or "--" not in words:
+        return words, None
+    at = words.index("--")
+    return [*words[:at], "launch flags"], words[at + 1 :]
+
+
+def _takes(module: ModuleType) -> bool:
+    return getattr(module, "TAKES_LAUNCH_FLAGS", False) is True
 
 
 @contextmanager

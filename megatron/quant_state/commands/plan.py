@@ -13,7 +13,10 @@ from typing import Any
 
 from megatron.quant_state.commands.output import check_writable, say, write_result
 
-__all__ = ["add_parser", "run"]
+__all__ = ["TAKES_LAUNCH_FLAGS", "add_parser", "run"]
+
+#: What follows `--` is no option of ours.
+TAKES_LAUNCH_FLAGS = True
 
 _DESCRIPTION = """\
 Builds every pipeline stage of MODEL with the real Megatron-Core, at full size on the meta device
@@ -29,6 +32,7 @@ examples:
   quant-state plan deepseek-v3
   quant-state plan my_model.yaml --recipe recipe.yaml --stage pp=1
   quant-state plan qwen3-30b-a3b --set fp8_recipe=mxfp8 --format json --out plan.json
+  quant-state plan --format json -- --num-layers 32 --hidden-size 4096 ... --fp8-format hybrid
   quant-state plan my_model.yaml --expect expect.yaml --same-as plan.json
 """
 
@@ -45,7 +49,12 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     models = ", ".join(shipped_models())
-    parser.add_argument("model", metavar="MODEL", help=f"a YAML file, or one of {models}")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a YAML file, one of {models}, package.module:function that returns a GPTModel, or "
+        "-- and a launch script's own flags",
+    )
     parser.add_argument(
         "--recipe", metavar="FILE", help="quantization recipe, as Megatron takes it"
     )
@@ -88,13 +97,19 @@ def run(args: argparse.Namespace) -> int:
     )
     from megatron.quant_state.findings import has_errors
     from megatron.quant_state.model import load_model
+    from megatron.quant_state.model_input import is_function, model_of_flags, model_of_function
     from megatron.quant_state.plan import make_plan
     from megatron.quant_state.plan_lint import lint_plan
     from megatron.quant_state.recipe_lint import lint_recipe
     from megatron.quant_state.reporters import findings as findings_reporter
     from megatron.quant_state.reporters import plan_html, plan_json, plan_table
 
-    description = load_model(args.model, args.overrides, recipe=args.recipe)
+    if args.launch_flags is not None:
+        description = model_of_flags(args.launch_flags, args.overrides, recipe=args.recipe)
+    elif is_function(args.model):
+        description = model_of_function(args.model, args.overrides, recipe=args.recipe)
+    else:
+        description = load_model(args.model, args.overrides, recipe=args.recipe)
     # Whatever cannot be read is said before the work is done.
     expected = read_expectations(args.expect) if args.expect is not None else None
     other = read_plan(args.same_as) if args.same_as is not None else None

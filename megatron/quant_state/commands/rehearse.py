@@ -15,7 +15,8 @@ from megatron.quant_state.commands.output import check_writable, say, write_resu
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Trains a scaled-down twin of MODEL with the real Megatron-Core on the CPU: as released, with
+Trains a scaled-down twin of MODEL with the real Megatron-Core, on the CPU or, with
+--engine transformer-engine, on the real kernels of a GPU: as released, with
 megatron.quant_state installed, and as it should be (never overwriting, checked against a run
 without any weight cache). Every main_grad is compared byte for byte.
 """
@@ -61,6 +62,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--microbatches", type=_positive, metavar="N", help="microbatches a step, over the model's"
     )
+    parser.add_argument(
+        "--engine",
+        choices=("reference", "transformer-engine"),
+        default="reference",
+        help="reference: an emulation on the CPU (default); transformer-engine: a GPU's kernels",
+    )
     parser.add_argument("--format", choices=("table", "json", "html"), default="table")
     parser.add_argument("--out", metavar="FILE", help="write there instead of to stdout")
 
@@ -80,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_writable(args.out)
     with _progress(args.steps) as progress:
-        rehearsal = rehearse(description, args.steps, progress)
+        rehearsal = rehearse(description, args.steps, progress, engine=args.engine)
     if args.format == "json":
         text = json_report.render_rehearsal(rehearsal)
     elif args.format == "html":

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.cpp_extension
 
 _CPU = torch.device("cpu")
 
@@ -210,6 +211,30 @@ def _not_about_cpu_state(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed within GPU RNG context" not in str(record.msg)
 
 
+def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Fills a discarded output's storage again, in place of the extension that aliases the two.
+
+    Serves ``CheckpointWithoutOutput._recompute`` (``tensor_parallel/random.py``, 0.18 on), which
+    compiles C++ at its first replay: a minute where nothing is cached, a compiler to have, and a
+    lock file that the next process waits for without end when this one is killed meanwhile. A copy
+    has the same bits, and like the original it is no change that autograd counts.
+    """
+    source = recomputed.untyped_storage()
+    storage = output.untyped_storage()
+    storage.resize_(source.nbytes())
+    storage.copy_(source)
+
+
+def _load_inline(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_inline(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "share_storage_ext":
+            return SimpleNamespace(share_storage=share_storage)
+        return original(name, *args, **kwargs)
+
+    return load_inline
+
+
 # Literals: ``pipeline_parallel/schedules.py`` (zeros), ``transformer/utils.py`` (ones),
 # ``token_dispatcher.py`` (zeros), ``tensor_parallel/data.py`` and ``fp8_utils.py`` (tensor).
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
@@ -254,6 +279,8 @@ def apply() -> None:
         setattr(torch.cuda.nvtx, name, _constant())
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    cpp_extension: Any = torch.utils.cpp_extension
+    cpp_extension.load_inline = _load_inline(cpp_extension.load_inline)
     # ``language_module.py`` moves a tied embedding; ``moe_utils.py`` and ``shared_experts.py``
     # record streams.
     setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)  # noqa: B010

@@ -34,7 +34,8 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any
     def use(result: Any) -> list[tuple[Any, int]]:
         asked: list[tuple[Any, int]] = []
 
-        def fake(description: ModelDescription, steps: int, progress: Any) -> Any:
+        def fake(description: ModelDescription, steps: int, progress: Any, *, engine: str) -> Any:
+            assert engine == "reference"
             asked.append((description, steps))
             for name in ("truth", "quant_state"):
                 for step in range(steps + 1):
@@ -316,7 +317,7 @@ import sys
 from megatron.quant_state import commands, rehearse
 from tests.unit_tests.commands.test_rehearse import EXACT, WRONG
 
-def fake(description, steps, progress):
+def fake(description, steps, progress, *, engine):
     progress("truth", 0)
     return {result}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch  # First: it loads libraries that Transformer Engine links to.
 
 pytest.importorskip(
     "transformer_engine.reference",
@@ -15,7 +16,7 @@ pytest.importorskip(
 
 from transformer_engine import reference
 
-from tests.unit_tests.reference.engine import random, recipe_of, recipes, te, torch
+from tests.unit_tests.reference.engine import random, recipe_of, recipes, te
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 16, 2, 4, 2, 16
 

@@ -21,6 +21,7 @@ from tests.unit_tests.reference.engine import (
 )
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def seen() -> tuple[bool, Any]:
@@ -146,15 +147,22 @@ class TestDelayedScaling:
             layer(random(TOKENS, FEATURES), True)
         assert forward_scale(layer).tolist() == [1.0, 1.0]
 
-    def test_a_reused_weight_records_no_amax(self) -> None:
-        layer = Layer()
+    @pytest.mark.parametrize("unfused", ["0", "1"])
+    def test_a_reused_weight_records_no_amax(
+        self, monkeypatch: pytest.MonkeyPatch, unfused: str
+    ) -> None:
+        """TE's fused update leaves a slot alone that recorded nothing; the unfused one moves it."""
+        monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)
+        layer, histories = Layer(), []
         for flag in (True, False):
-            with quantized("delayed"):
+            with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=4)):
                 layer(random(TOKENS, FEATURES), flag)
-            history = layer.module.fp8_meta["scaling_fwd"].amax_history
-            recorded = history[-1, :2].tolist()
-            assert recorded[0] > 0
-            assert (recorded[1] > 0) is flag
+            histories.append(layer.module.fp8_meta["scaling_fwd"].amax_history[:, :2].tolist())
+        amax = float(layer.module.weight.detach().abs().max())
+        inp = float(random(TOKENS, FEATURES).abs().max())
+        assert histories[0] == [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [inp, amax]]
+        moved = [amax, 0.0] if unfused == "1" else [0.0, amax]
+        assert histories[1] == [[0.0, 0.0], [0.0, 0.0], [inp, moved[0]], [inp, moved[1]]]
 
     def test_a_calibrating_region_rounds_and_observes_nothing(self) -> None:
         """TE 2.20 hands a linear no quantizers without FP8, so there is nothing to calibrate."""
@@ -165,17 +173,30 @@ class TestDelayedScaling:
         assert torch.equal(out, layer(inp, None))
         assert not layer.module.fp8_meta["scaling_fwd"].amax_history.any()
 
-    def test_the_history_grows_without_losing_scales(self) -> None:
+    def test_a_longer_history_is_an_error(self) -> None:
+        """``adjust_amax_history_length`` of 2.20.2 hands forward's buffer backward's history."""
         layer = Layer()
-        for length in (4, 8):
-            recipe = recipes.DelayedScaling(amax_history_len=length)
-            with te.autocast(enabled=True, recipe=recipe):
-                layer(random(TOKENS, FEATURES), True)
-            assert layer.module.fp8_meta["scaling_fwd"].amax_history.shape[0] == length
-        assert forward_scale(layer)[0] != 1.0
+        with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=4)):
+            layer(random(TOKENS, FEATURES), True)
+        assert layer.module.fp8_meta["scaling_fwd"].amax_history.shape[0] == 4
+        longer = te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=8))
+        with pytest.raises(RuntimeError, match="Expected 2 elements, Found 3"), longer:
+            layer(random(TOKENS, FEATURES), True)
+        assert layer.module.fp8_meta["scaling_fwd"].amax_history.shape[0] == 8
 
 
-def test_extra_state_carries_the_scales() -> None:
+def test_extra_state_of_delayed_scaling_is_refused_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, other = Layer(), Layer(seed=1)
+    layer.step("delayed", True)
+    monkeypatch.delenv(PICKLE, raising=False)
+    with pytest.raises(RuntimeError, match=PICKLE):
+        other.module.load_state_dict(layer.module.state_dict())
+
+
+def test_extra_state_carries_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PICKLE, "1")
     layer, other = Layer(), Layer(seed=1)
     layer.step("delayed", True)
     other.module.load_state_dict(layer.module.state_dict())

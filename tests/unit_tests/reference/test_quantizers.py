@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch  # First: it loads libraries that Transformer Engine links to.
 
 pytest.importorskip(
     "transformer_engine.reference",
     reason="run as: python -m megatron.quant_state.reference -m pytest",
 )
 
-import torch
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

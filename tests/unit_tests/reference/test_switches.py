@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 
 import pytest
+import torch  # First: it loads libraries that Transformer Engine links to.
 
 pytest.importorskip(
     "transformer_engine.reference",
@@ -28,7 +29,6 @@ from tests.unit_tests.reference.engine import (
     random,
     recipe_of,
     te,
-    torch,
 )
 
 counters = reference.counters

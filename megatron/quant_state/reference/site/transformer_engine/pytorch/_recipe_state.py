@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -142,12 +143,33 @@ def update_amax_and_scale(
     ``most_recent``; rows then move up by one, and row 0 starts from zero. A scale is
     ``fp8_max / amax / 2**margin``; it stays as it was where the amax is zero or not finite.
 
+    TE's fused update leaves a slot alone, history and scale, that recorded nothing in this step: a
+    weight whose cached copy was reused. The unfused one (algorithms of one's own, or
+    NVTE_UNFUSED_FP8_UPDATE=1) moves its rows like all others. Source: Transformer Engine 2.20.2,
+    ``reduce_and_update_fp8_tensors``, measured on an H200.
+
     Args:
         amax_history: [length, slots], fp32, changed in place.
         scale: [slots], fp32, changed in place.
         fp8_max: Largest value of the format.
         recipe: Algorithms and margin.
+
+    Raises:
+        RuntimeError: The two have not the same number of slots.
     """
+    if amax_history.shape[1] != scale.numel():
+        raise RuntimeError(
+            f"Expected {amax_history.shape[1]} elements, Found {scale.numel()}: the history is "
+            "another tensor's"
+        )
+    unfused = (
+        bool(int(os.getenv("NVTE_UNFUSED_FP8_UPDATE", "0")))
+        or callable(recipe.amax_compute_algo)
+        or callable(recipe.scaling_factor_compute_algo)
+    )
+    moves = torch.ones_like(amax_history[0], dtype=torch.bool)
+    if not unfused:
+        moves = amax_history[0] != 0
     if callable(recipe.amax_compute_algo):
         amax = recipe.amax_compute_algo(amax_history)
     elif recipe.amax_compute_algo == "most_recent":
@@ -155,7 +177,7 @@ def update_amax_and_scale(
     else:
         amax = amax_history.amax(dim=0)
     if amax_history.shape[0] > 1:
-        amax_history.copy_(torch.roll(amax_history, -1, 0))
+        amax_history.copy_(torch.where(moves, torch.roll(amax_history, -1, 0), amax_history))
     amax_history[0].zero_()
     if recipe.scaling_factor_compute_algo is not None:
         scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe))
@@ -163,4 +185,4 @@ def update_amax_and_scale(
     # ``float / tensor`` multiplies by a reciprocal, which rounds twice.
     quotient = torch.full_like(amax, fp8_max).div_(amax)
     new = quotient.div_(2.0**recipe.margin).clamp_(max=_FP32_MAX)
-    scale.copy_(torch.where((amax > 0) & torch.isfinite(amax), new, scale))
+    scale.copy_(torch.where(moves & (amax > 0) & torch.isfinite(amax), new, scale))

@@ -6,6 +6,7 @@ Models TE 2.20, ``pytorch/module/base.py``.
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -93,7 +94,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.quantizers[key] = state.make_quantizers()
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
-        """Grow or cut the amax history; delayed scaling only."""
+        """Grow or cut the amax history; delayed scaling only.
+
+        As in Transformer Engine 2.20.2, each direction's history goes into the global buffers of
+        both, so that a module which has run already fails at its next update.
+        """
         buffer_info = self.fp8_meta.get(FP8GlobalStateManager.get_buffer_info())
         for forward in (True, False) if fwd is None else (fwd,):
             key = FP8GlobalStateManager.get_meta_tensor_key(forward)
@@ -106,11 +111,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
             state.amax_history = history
             self.quantizers[key] = state.make_quantizers()
             self._update_weight_quantizers()
-            if buffer_info is not None:
-                position, buffer = buffer_info[:2] if forward else buffer_info[2:]
+            for position, buffer in (buffer_info[:2], buffer_info[2:]) if buffer_info else ():
                 manager_state = FP8GlobalStateManager.quantization_state
-                manager_state.global_amax_history_buffer[buffer][position] = history
-                manager_state.global_amax_buffer[buffer][position] = history[0]
+                if buffer in manager_state.global_amax_buffer:
+                    manager_state.global_amax_history_buffer[buffer][position] = history
+                    manager_state.global_amax_buffer[buffer][position] = history[0]
 
     def _update_weight_quantizers(self) -> None:
         for weight, quantizer in zip(
@@ -359,9 +364,22 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """Load what ``get_extra_state`` gave."""
+        """Load what ``get_extra_state`` gave.
+
+        Raises:
+            RuntimeError: NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is not 1. Scales of delayed scaling
+                are stored as a pickle, which can run anything.
+
+        Source: Transformer Engine 2.20.2, ``_extra_state.py``.
+        """
         if state is None or state.numel() == 0:
             return
+        if os.getenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "0") != "1":
+            raise RuntimeError(
+                "Refusing to load pickled extra state of delayed scaling for "
+                f"{type(self).__name__}: loading it can execute arbitrary code. Where the "
+                "checkpoint is trusted, set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1."
+            )
         loaded = pickle.loads(state.detach().cpu().numpy().tobytes())
         if loaded is None:
             return
