@@ -232,6 +232,6 @@ def test_a_replay_in_another_precision_is_a_wrong_verdict(
     path.write_text(TINY)
     module = sys.modules["megatron.quant_state.rehearse"]
     for result, code in ((bad, 1), (core_attn, 0)):
-        monkeypatch.setattr(module, "rehearse", lambda *_, result=result: result)
+        monkeypatch.setattr(module, "rehearse", lambda *_, engine, result=result: result)
         assert main(["rehearse", str(path)]) == code
         assert verdict_sentence(result)[:40] in capsys.readouterr().out

@@ -42,9 +42,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "train.py": (f"{_REHEARSE}::test_the_verdicts_are_those_of_the_cpu",),
     "build.py": (f"{_TRAINING}::test_repeats_exact", "tests/gpu/test_parallel.py"),
     "megatron_config.py": (f"{_TRAINING}::test_repeats_exact",),
-    # A plan asks the reference engine alone, and no kernel.
+    # A plan asks the reference engine, and the real one for names alone; it runs no kernel.
     "plan.py": ("tests/unit_tests/test_plan.py",),
     "plan_lint.py": ("tests/unit_tests/test_plan.py",),
     "recipe_reader.py": ("tests/unit_tests/test_recipe.py",),
+    "survey.py": ("tests/unit_tests/test_plan.py", "tests/unit_tests/test_real_names.py"),
     "twin_run.py": ("tests/unit_tests/test_plan.py",),
+    "workers.py": ("tests/unit_tests/test_rehearse.py", "tests/unit_tests/test_plan.py"),
 }
