@@ -33,6 +33,9 @@ _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 # Aliases share nodes, so a few lines can stand for billions of values.
 _MOST_VALUES = 100_000
 
+# No field is a wider integer, and Python refuses to print one of more than 4300 digits.
+_INTEGER_BITS = 63
+
 
 class DuplicateKeyError(InputError):
     """A mapping has a key twice; YAML readers keep the last one and say nothing."""
@@ -105,7 +108,8 @@ def parse_yaml(text: str, file: str) -> LocatedDocument:
 
     Raises:
         DuplicateKeyError: a mapping has a key twice.
-        InputError: malformed YAML, an unusable key, a tag beyond YAML's core types.
+        InputError: malformed YAML, an unusable key, a tag beyond YAML's core types, an integer
+            beyond 64 bits.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -164,10 +168,18 @@ class _Reader:
         if node.tag not in _CORE_TAGS:
             raise InputError(f"the tag {_short(node.tag)} cannot be used here", self.at(node))
         try:
-            return self.construct.construct_object(node)
+            value = self.construct.construct_object(node)
         except ValueError:  # e.g. "!!int four"
-            message = f"{node.value!r} is no {_short(node.tag)}"
+            message = f"{_clipped(node.value)!r} is no {_short(node.tag)}"
             raise InputError(message, self.at(node)) from None
+        if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+            message = f"{_clipped(node.value)} does not fit into 64 bits"
+            raise InputError(message, self.at(node))
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            # An escape, since UTF-8 has none: half a character, which nothing can print.
+            message = f"{ascii(_clipped(value))} holds a surrogate, which is no character"
+            raise InputError(message, self.at(node))
+        return value
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         if node.tag != "tag:yaml.org,2002:map":
@@ -224,3 +236,7 @@ class _Reader:
 
 def _short(tag: str) -> str:
     return re.sub("^tag:yaml.org,2002:", "!!", tag)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

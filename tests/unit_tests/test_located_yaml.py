@@ -28,6 +28,38 @@ def test_merged_keys_have_pyyamls_values_and_order(text: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("9223372036854775807", 2**63 - 1),
+        ("-9223372036854775807", 1 - 2**63),
+        ("9223372036854775808", None),
+        # Python prints no integer of more than 4300 digits, and reads none but in base 2, 8, 16.
+        ("0x" + "F" * 5000, None),
+        ("-0x" + "F" * 5000, None),
+        ("1" + ":59" * 3000, None),
+    ],
+)
+def test_an_integer_fits_into_64_bits(value: str, found: int | None) -> None:
+    if found is not None:
+        assert parse_yaml(f"a: {value}", "f").value == {"a": found}
+        return
+    with pytest.raises(InputError, match=r"^f:1:4: .{1,60} does not fit into 64 bits$"):
+        parse_yaml(f"a: {value}", "f")
+
+
+def test_a_message_clips_what_it_quotes() -> None:
+    with pytest.raises(InputError, match=r"^f:1:4: '9{57}\.\.\.' is no !!int$"):
+        parse_yaml("a: " + "9" * 5000, "f")
+
+
+@pytest.mark.parametrize("text", ['a: "\\ud800"', '"\\udfff": 1'])
+def test_half_a_character_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="holds a surrogate"):
+        parse_yaml(text, "f")
+    assert parse_yaml('a: "\\U0001f600"', "f").value == {"a": "\U0001f600"}
+
+
 def test_a_duplicate_key_has_an_error_of_its_own() -> None:
     with pytest.raises(DuplicateKeyError, match=r"f:2:1: duplicate key 'a', first given at line 1"):
         parse_yaml("a: 1\na: 2\n", "f")

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
+
+from megatron.quant_state.commands.output import write_result
 
 __all__ = ["add_parser", "run"]
 
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
     findings = lint_recipe(args.recipe).findings
     if args.format == "json":
-        sys.stdout.write(reporter.render_json(args.recipe, findings))
+        text = reporter.render_json(args.recipe, findings)
     else:
-        sys.stdout.write(reporter.render_table(findings))
+        text = reporter.render_table(findings)
+    write_result(text, None)
     return 1 if has_errors(findings) else 0

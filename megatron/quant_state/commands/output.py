@@ -37,7 +37,7 @@ def write_result(text: str, out: str | None) -> None:
     A reader of stdout that went away (``| head``) is no error, and does not change the exit code.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: it cannot be written.
     """
     if out is not None:
         try:
@@ -52,6 +52,9 @@ def write_result(text: str, out: str | None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout)
+    except OSError as error:
+        discard(sys.stdout)
+        raise _cannot_be_written("stdout", error) from error
 
 
 def say(text: str) -> None:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,38 @@ def test_rehearse_refuses_what_lint_calls_an_error(
     line = capsys.readouterr().out.splitlines()[0]
     assert commands.main(["rehearse", dense, "--recipe", path]) == 2
     assert capsys.readouterr().err.startswith(f"quant-state: error: {line}. ")
+
+
+def lint_in_a_process(path: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "megatron.quant_state", "lint", str(path)]
+    return subprocess.run(
+        arguments, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
+    )
+
+
+def test_lint_on_a_stdout_that_lacks_characters(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    text = (CASES / "not_enabled.yaml").read_text()
+    path.write_text(text.replace("keep_attention_output", "größe"), encoding="utf-8")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = lint_in_a_process(path, stdout=subprocess.PIPE, env=env)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "rule 'gr??e' never applies" in ended.stdout
+
+
+def test_lint_keeps_its_exit_code_without_a_reader() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = lint_in_a_process(CASES / "not_enabled.yaml", stdout=writing)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_lint_on_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        ended = lint_in_a_process(CASES / "not_enabled.yaml", stdout=full)
+    assert ended.returncode == 2
+    assert ended.stderr == "quant-state: error: stdout: cannot be written: No space left on device\n"
 
 
 def test_processes_of_its_own_give_the_same_plan_twice(
