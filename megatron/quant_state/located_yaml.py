@@ -177,7 +177,7 @@ class _Reader:
             raise InputError(message, self.at(node))
         if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
             # An escape, since UTF-8 has none: half a character, which nothing can print.
-            message = f"{ascii(_clipped(value))} holds a surrogate, which is no character"
+            message = f"{_clipped(value)!a} holds a surrogate, which is no character"
             raise InputError(message, self.at(node))
         return value
 
