@@ -83,6 +83,8 @@ def read_expectations(path: str) -> Expectations:
         if not isinstance(key, str):
             raise InputError(f"the pattern {key} is no text; put it in quotes", where)
         names = tuple(value) if isinstance(value, list) else (value,)
+        if not names:
+            raise InputError(f"'{key}': an empty list; name a precision that is right", where)
         for name in names:
             if not isinstance(name, str) or name not in _PRECISIONS:
                 close = nearest(str(name), _PRECISIONS)
@@ -107,9 +109,13 @@ def check_expectations(plan: Plan, expected: Expectations) -> list[Finding]:
     for pattern, names, where in expected.patterns:
         allowed = {precision for name in names for precision in _PRECISIONS[name]}
         found += _breaches(pattern, " or ".join(names), allowed, held[pattern], where)
-        if not any(glob_matches(m.global_name, pattern) for m in plan.modules):
-            message = f"'{pattern}' was expected to be {' or '.join(names)}, but matches no module"
-            found.append(finding("QS302", message, "Correct the pattern, or drop it", where))
+        if not held[pattern]:
+            message, remedy = "matches no module", "Correct the pattern, or drop it"
+            if any(glob_matches(m.global_name, pattern) for m in plan.modules):
+                message = "is never asked, because earlier patterns match all that it does"
+                remedy = "Put it before them, or drop it"
+            message = f"'{pattern}' was expected to be {' or '.join(names)}, but {message}"
+            found.append(finding("QS302", message, remedy, where))
     quantized = [m for m in rest if {m.training, m.evaluation} - {BF16, None}]
     if expected.only is not None and quantized:
         message = (
@@ -177,7 +183,7 @@ def read_plan(path: str) -> dict[str, dict[str, Any]]:
     text = read_text(path)
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"no JSON: {error}", Location(path)) from None
     schema = values.get("schema") if isinstance(values, dict) else None
     if schema != PLAN_SCHEMA:

@@ -18,6 +18,7 @@ import logging
 import math
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,17 +172,18 @@ def _constructor_arguments(build: Callable[[Any], Any], args: Any) -> tuple[type
 def _from_function(spec: str) -> dict[str, Any]:
     where = Location(spec)
     name, _, attribute = spec.partition(":")
-    try:
-        build = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        message = f"{error}; expected package.module:function, on the path of this Python"
-        raise InputError(message, where) from None
+    with _raised_by(f"importing {name}", where):
+        try:
+            build = getattr(importlib.import_module(name), attribute)
+        except (ImportError, AttributeError) as error:
+            message = f"{error}; expected package.module:function, on the path of this Python"
+            raise InputError(message, where) from None
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron.quant_state.build import initialize_single_process
 
     initialize_single_process()
-    with on_device("meta"):
+    with _raised_by("the function", where), on_device("meta"):
         model = build()
     chunks = model if isinstance(model, list) else [model]
     if len(chunks) != 1:
@@ -203,6 +205,20 @@ def _from_function(spec: str) -> dict[str, Any]:
             raw[key] = getattr(model, attribute)
     raw["share_embeddings_and_output_weights"] = model.share_embeddings_and_output_weights
     return raw
+
+
+@contextmanager
+def _raised_by(what: str, where: Location) -> Iterator[None]:
+    """Turns what the user's own code raises into an InputError that says where."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{what} raised {text}{at}", where) from error
 
 
 def _is_mla(raw: Mapping[str, Any]) -> bool:

@@ -95,6 +95,15 @@ def test_a_pattern_that_matches_nothing_is_a_breach(breaches: Breaches) -> None:
     assert [item.code for item in breaches('"*.in_proj": bf16\n')] == ["QS302"]
 
 
+def test_a_pattern_that_is_never_asked_is_a_breach(breaches: Breaches) -> None:
+    # Wrong for linear_fc1, which would be told if it came first.
+    found = breaches('"*.linear_fc?": fp8\n"*.linear_fc1": bf16\n')
+    assert [(item.code, item.location.line) for item in found if item.location] == [("QS302", 2)]
+    assert "never asked, because earlier patterns" in found[0].message
+    # One module is enough to be asked about.
+    assert breaches('"*.linear_fc1": fp8\n"*.linear_fc?": fp8\n') == []
+
+
 def test_only(breaches: Breaches) -> None:
     found = breaches('"*.linear_fc?": fp8\nonly: true\n')
     assert [item.code for item in found] == ["QS303"]
@@ -109,6 +118,7 @@ def test_only(breaches: Breaches) -> None:
         ("- a\n", "expected a mapping"),
         ('"*": bf17\n', "did you mean 'bf16'"),
         ('"*": [bf16, 8]\n', "no precision '8'"),
+        ('"*": []\n', "an empty list"),
         ("only: yes please\n", "true or false"),
         ("1: bf16\n", "put it in quotes"),
         ('"*": bf16\n"*": fp8\n', "duplicate key"),
@@ -179,7 +189,7 @@ def test_the_command(planner: Planner, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"schema": "quant-state/plan/1", "modules": [1]}']
+    "text", ["{", "[]", "{}", "[" * 100_000, '{"schema": "quant-state/plan/1", "modules": [1]}']
 )
 def test_what_is_no_plan_is_bad_input(
     planner: Planner, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str

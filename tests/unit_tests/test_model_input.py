@@ -172,6 +172,8 @@ def builders(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> types.ModuleT
     module.dense = dense  # type: ignore[attr-defined]
     module.wrapped = lambda: types.SimpleNamespace(module=dense())  # type: ignore[attr-defined]
     module.nothing = lambda: None  # type: ignore[attr-defined]
+    module.exits = lambda: sys.exit(0)  # type: ignore[attr-defined]
+    module.takes = lambda config: config  # type: ignore[attr-defined]
     module.several = lambda: [dense(), dense()]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_models", module)
     return module
@@ -194,6 +196,9 @@ def test_a_function_makes_the_plan_of_its_model(
         ("no_such_module_here:gone", "No module named"),
         ("my_models:nothing", "expected a GPTModel, found NoneType"),
         ("my_models:several", "returned 2 model chunks"),
+        # Not exit code 0 of a process that said nothing.
+        ("my_models:exits", "the function raised SystemExit: 0 ("),
+        ("my_models:takes", "the function raised TypeError: "),
     ],
 )
 def test_functions_that_give_no_model(
@@ -201,6 +206,17 @@ def test_functions_that_give_no_model(
 ) -> None:
     assert commands.main(["plan", name]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_module_that_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "raising_models.py"
+    file.write_text("import sys\n\nraise ValueError('not\\ntoday')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert commands.main(["plan", "raising_models:build"]) == 2
+    said = f"importing raising_models raised ValueError: not today ({file}:3)\n"
+    assert capsys.readouterr().err == f"quant-state: error: raising_models:build: {said}"
 
 
 def test_what_names_a_function() -> None:

@@ -139,9 +139,8 @@ def test_lint_keeps_its_exit_code_without_a_reader() -> None:
 def test_lint_on_a_full_disk() -> None:
     with open("/dev/full", "w") as full:
         ended = lint_in_a_process(CASES / "not_enabled.yaml", stdout=full)
-    assert ended.returncode == 2
-    message = "stdout: cannot be written: No space left on device"
-    assert ended.stderr == f"quant-state: error: {message}\n"
+    said = "quant-state: error: stdout: cannot be written: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
 
 
 def test_processes_of_its_own_give_the_same_plan_twice(
