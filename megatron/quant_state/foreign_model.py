@@ -13,11 +13,9 @@ import contextlib
 import dataclasses
 import enum
 import importlib
-import json
 import logging
 import math
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,10 +24,9 @@ from typing import Any, NoReturn
 
 from megatron.quant_state.errors import InputError, Location
 from megatron.quant_state.field_values import field_value
-from megatron.quant_state.model import error_to_json
 from megatron.quant_state.model_schema import PARALLEL_FIELDS
 from megatron.quant_state.stages import on_device
-from megatron.quant_state.train import end_with_stdin
+from megatron.quant_state.worker import Write, end_with_parent, work
 
 __all__ = ["FLAGS", "flag_of", "main"]
 
@@ -71,17 +68,12 @@ def main(arguments: list[str]) -> int:
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
     """
-    job, part = Path(arguments[0]), arguments[1]
-    (job / part).mkdir()
-    given = json.loads((job / "job.json").read_text())
-    event: dict[str, Any]
-    try:
-        raw = _from_flags(given["flags"]) if part == "flags" else _from_function(given["function"])
-        event = {"event": "model", "raw": raw}
-    except InputError as error:
-        event = {"event": "refused", "error": error_to_json(error)}
-    (job / part / "events.jsonl").write_text(json.dumps(event) + "\n")
-    return 0 if event["event"] == "model" else 2
+    return work(arguments, _describe)
+
+
+def _describe(job: Path, part: str, given: dict[str, Any], write: Write) -> None:
+    raw = _from_flags(given["flags"]) if part == "flags" else _from_function(given["function"])
+    write("model", raw=raw)
 
 
 def _from_flags(flags: Sequence[str]) -> dict[str, Any]:
@@ -268,6 +260,6 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_stdin, daemon=True).start()
+    end_with_parent()
     logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

@@ -21,10 +21,7 @@ from megatron.quant_state.replays import Replay
 from megatron.quant_state.twin import Change, build_twin
 from megatron.quant_state.workers import Event, run_workers
 
-__all__ = ["ENGINES", "Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
-
-#: What computes: the emulation on the CPU, or the real library on a GPU.
-ENGINES = ("reference", "transformer-engine")
+__all__ = ["Rehearsal", "Replay", "Run", "WrongGradient", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def rehearse(
         description: the full model.
         steps: optimizer steps of each run.
         progress: called with a run's name and the number of steps it has done, 0 once it is built.
-        engine: one of ``ENGINES``; the real one wants a GPU, and a twin that is wider.
+        engine: one of ``workers.ENGINES``; the real one wants a GPU, and a twin that is wider.
 
     Raises:
         InputError: there is no such engine here, Megatron refuses the model, or training diverges.

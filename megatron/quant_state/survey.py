@@ -10,26 +10,22 @@ Transformer Engine; where that cannot be used, its last event is ``unavailable``
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.quant_state.errors import InputError
-from megatron.quant_state.model import ModelDescription, error_to_json
+from megatron.quant_state.model import ModelDescription
 from megatron.quant_state.package_info import __version__
-from megatron.quant_state.train import end_with_stdin
+from megatron.quant_state.worker import Write, end_with_parent, work
 
 __all__ = ["main"]
 
 # The second step: what a step does once the first has filled the caches and moved the flags.
 _STEPS = 2
-
-Write = Callable[..., None]
 
 
 def main(arguments: list[str]) -> int:
@@ -41,26 +37,16 @@ def main(arguments: list[str]) -> int:
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
     """
-    job, part = Path(arguments[0]), arguments[1]
-    out = job / part
-    out.mkdir()
-    given = json.loads((job / "job.json").read_text())
-    with (out / "events.jsonl").open("w", buffering=1) as events:
+    return work(arguments, _survey)
 
-        def write(event: str, **values: Any) -> None:
-            events.write(json.dumps({"event": event, **values}) + "\n")
 
-        try:
-            if part == "names":
-                _names(given, write, "none (reference engine)")
-            elif part == "real_names":
-                _real_names(given, write)
-            else:
-                _calls(given, write)
-        except InputError as error:
-            write("refused", error=error_to_json(error))
-            return 2
-    return 0
+def _survey(job: Path, part: str, given: dict[str, Any], write: Write) -> None:
+    if part == "names":
+        _names(given, write, "none (reference engine)")
+    elif part == "real_names":
+        _real_names(given, write)
+    else:
+        _calls(given, write)
 
 
 def _real_names(given: dict[str, Any], write: Write) -> None:
@@ -163,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_stdin, daemon=True).start()
+    end_with_parent()
     # Megatron's advice, once a stage; nobody reads it unless the process fails.
     logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

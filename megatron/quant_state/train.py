@@ -11,22 +11,21 @@ is gone.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron.quant_state.errors import InputError
-from megatron.quant_state.model import ModelDescription, error_to_json
+from megatron.quant_state.model import ModelDescription
 from megatron.quant_state.package_info import PACKAGE_NAME, __version__
 from megatron.quant_state.replays import replays_in_another_precision
+from megatron.quant_state.worker import Write, end_with_parent, work
 
-__all__ = ["RUNS", "end_with_stdin", "main"]
+__all__ = ["RUNS", "main"]
 
 #: What a process can train, and how it differs from the release as it is.
 RUNS = {
@@ -57,34 +56,10 @@ def main(arguments: list[str]) -> int:
     Returns:
         int: 0 done; 2 the input cannot be used, with the error as the last event.
     """
-    threading.Thread(target=end_with_stdin, daemon=True).start()
-    job, run = Path(arguments[0]), arguments[1]
-    out = job / run
-    out.mkdir()
-    given = json.loads((job / "job.json").read_text())
-    with (out / "events.jsonl").open("w", buffering=1) as events:
-        try:
-            _train(job, run, given, events)
-        except InputError as error:
-            _write(events, event="refused", error=error_to_json(error))
-            return 2
-    return 0
+    return work(arguments, _train)
 
 
-def end_with_stdin() -> None:
-    """End this process at once when its stdin is closed; runs until then."""
-    # The parent may be killed, which leaves it no time to kill us. Not sys.stdin, whose lock a
-    # process that ends by itself would then wait for.
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
-def _write(events: IO[str], **values: Any) -> None:
-    events.write(json.dumps(values) + "\n")
-
-
-def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
+def _train(job: Path, run: str, given: dict[str, Any], write: Write) -> None:
     import numpy
     import torch
 
@@ -117,9 +92,8 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
     build.connect_schedule([chunk], optimizer)
     modules = {id(module): name for name, module in model.named_modules()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    _write(
-        events,
-        event="built",
+    write(
+        "built",
         parameters=[[name, parameter.numel()] for name, parameter in named],
         weights=_digest(parameter for _, parameter in named),
         versions={
@@ -162,9 +136,8 @@ def _train(job: Path, run: str, given: dict[str, Any], events: IO[str]) -> None:
             for (_, parameter), part in zip(named, parts, strict=True):
                 parameter.main_grad.copy_(part.view_as(parameter.main_grad))
         optimizer.step()
-        _write(
-            events,
-            event="step",
+        write(
+            "step",
             step=step,
             seconds=time.perf_counter() - start,
             loss=sum(float(report["loss"]) for report in reports) / len(reports),
@@ -261,4 +234,5 @@ def _digest(parameters: Iterator[Any]) -> str:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -17,10 +17,13 @@ from megatron.quant_state import reference
 from megatron.quant_state.errors import WorkerError
 from megatron.quant_state.model import error_from_json
 
-__all__ = ["Event", "has_transformer_engine", "run_workers"]
+__all__ = ["ENGINES", "Event", "has_transformer_engine", "run_workers"]
 
 _POLL_SECONDS = 0.05
 _LAST_LINES = 15
+
+#: What computes: the emulation on the CPU, or the real library on a GPU.
+ENGINES = ("reference", "transformer-engine")
 
 #: One line of a worker's events file.
 Event = dict[str, Any]
@@ -101,8 +104,7 @@ def has_transformer_engine() -> bool:
 
 def _start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
     """As ``reference.start``, in a plain Python process."""
-    path = os.pathsep.join(map(os.path.abspath, sys.path))
-    popen["env"] = {**popen["env"], "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    popen["env"] = reference.importing_as_here(popen["env"])
     return subprocess.Popen([sys.executable, *arguments], text=True, **popen)
 
 

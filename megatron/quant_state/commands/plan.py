@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.quant_state.commands.options import add_model_options, add_output_options
 from megatron.quant_state.commands.output import check_writable, say, write_result
 
 __all__ = ["TAKES_LAUNCH_FLAGS", "add_parser", "run"]
@@ -55,17 +56,7 @@ def add_parser(subparsers: Any) -> None:
         help=f"a YAML file, one of {models}, package.module:function that returns a GPTModel, or "
         "-- and a launch script's own flags",
     )
-    parser.add_argument(
-        "--recipe", metavar="FILE", help="quantization recipe, as Megatron takes it"
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="FIELD=VALUE",
-        action="append",
-        default=[],
-        help="override a field; the value is YAML; may be repeated",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--stage",
         type=_stage,
@@ -82,8 +73,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="PLAN",
         help="a plan of --format json that must decide the same; a difference is an error",
     )
-    parser.add_argument("--format", choices=("table", "json", "html"), default="table")
-    parser.add_argument("--out", metavar="FILE", help="write there instead of to stdout")
+    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

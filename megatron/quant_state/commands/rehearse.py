@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.quant_state.commands.options import add_model_options, add_output_options
 from megatron.quant_state.commands.output import check_writable, say, write_result
 
 __all__ = ["add_parser", "run"]
@@ -35,6 +36,7 @@ examples:
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand's parser."""
     from megatron.quant_state.model import shipped_models
+    from megatron.quant_state.workers import ENGINES
 
     parser = subparsers.add_parser(
         "rehearse",
@@ -45,17 +47,7 @@ def add_parser(subparsers: Any) -> None:
     )
     models = ", ".join(shipped_models())
     parser.add_argument("model", metavar="MODEL", help=f"a YAML file, or one of {models}")
-    parser.add_argument(
-        "--recipe", metavar="FILE", help="quantization recipe, as Megatron takes it"
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="FIELD=VALUE",
-        action="append",
-        default=[],
-        help="override a field; the value is YAML; may be repeated",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--steps", type=_positive, default=3, metavar="N", help="optimizer steps (default 3)"
     )
@@ -64,12 +56,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=("reference", "transformer-engine"),
-        default="reference",
+        choices=ENGINES,
+        default=ENGINES[0],
         help="reference: an emulation on the CPU (default); transformer-engine: a GPU's kernels",
     )
-    parser.add_argument("--format", choices=("table", "json", "html"), default="table")
-    parser.add_argument("--out", metavar="FILE", help="write there instead of to stdout")
+    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

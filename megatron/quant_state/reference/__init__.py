@@ -10,8 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def importing_as_here(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with which a Python imports from where this process does."""
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return {**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
@@ -31,10 +37,6 @@ def start(arguments: Sequence[str], **popen: Any) -> subprocess.Popen[str]:
         The process; the caller waits for it.
     """
     popen.setdefault("text", True)
-    popen["env"] = {
-        **(os.environ if popen.get("env") is None else popen["env"]),
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-        "PYTHONSAFEPATH": "1",
-    }
+    popen["env"] = importing_as_here(os.environ if popen.get("env") is None else popen["env"])
     command = [sys.executable, "-m", "megatron.quant_state.reference", *arguments]
     return subprocess.Popen(command, **popen)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron.quant_state.expect import fingerprint
@@ -13,6 +12,7 @@ from megatron.quant_state.findings import Finding
 from megatron.quant_state.plan import Plan
 from megatron.quant_state.reporters.findings import findings_summary
 from megatron.quant_state.reporters.folding import fold_names
+from megatron.quant_state.reporters.page import render_page
 from megatron.quant_state.reporters.plan import COLUMNS, NUMBERS, plan_rows, total_rows
 from megatron.quant_state.reporters.plan_map import color_of, draw_map
 
@@ -27,18 +27,11 @@ def render_plan(plan: Plan, findings: Sequence[Finding], *, stage: str | None = 
         findings: what is wrong, in the order to show.
         stage: only the modules of this stage.
     """
-    environment = Environment(
-        loader=PackageLoader("megatron.quant_state.reporters"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     modules = [m for m in plan.modules if stage is None or m.stage == stage]
     precisions = dict.fromkeys(m.training or "not called" for m in modules)
     shown = [i for i, heading in enumerate(COLUMNS) if heading != "local" or len(plan.stages) > 1]
-    return environment.get_template("plan.html.j2").render(
+    return render_page(
+        "plan.html.j2",
         plan=plan,
         stage=stage,
         # Drawn here from names that Python identifiers are made of, and escaped by matplotlib.
