@@ -7,6 +7,7 @@ from megatron.quant_state.rehearse import Rehearsal
 from megatron.quant_state.reporters.page import render_page
 from megatron.quant_state.reporters.rehearsal import (
     TITLES,
+    engine_name,
     replay_rows,
     summary_rows,
     verdict_sentence,
@@ -26,6 +27,7 @@ def render_rehearsal(rehearsal: Rehearsal) -> str:
     return render_page(
         "rehearsal.html.j2",
         rehearsal=rehearsal,
+        engine=engine_name(rehearsal),
         titles=list(TITLES.values()),
         summary=summary_rows(rehearsal),
         wrong=[(title, rows) for title, rows in wrong if rows],

@@ -14,6 +14,7 @@ __all__ = [
     "TITLES",
     "ReplayRow",
     "WrongRow",
+    "engine_name",
     "replay_rows",
     "summary_rows",
     "verdict_sentence",
@@ -69,6 +70,12 @@ def replay_rows(run: Run) -> list[ReplayRow]:
         for (forward, replay), of_pair in calls.items()
         for folded, names in fold_names(of_pair)
     ]
+
+
+def engine_name(rehearsal: Rehearsal) -> str:
+    """What computed, for a sentence; only a run on the real library names its version."""
+    real = "transformer-engine" in rehearsal.versions
+    return "Transformer Engine" if real else "the reference engine"
 
 
 def _replayed_modules(run: Run) -> int:

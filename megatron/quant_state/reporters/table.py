@@ -16,6 +16,7 @@ from megatron.quant_state.reporters.rehearsal import (
     TITLES,
     ReplayRow,
     WrongRow,
+    engine_name,
     replay_rows,
     summary_rows,
     verdict_sentence,
@@ -46,7 +47,7 @@ def render_rehearsal(rehearsal: Rehearsal, *, color: bool = False) -> str:
     console.print(
         Text(
             f"{rehearsal.model}: twin trained for {rehearsal.steps} steps of "
-            f"{rehearsal.num_microbatches} microbatches on the reference engine ({versions})"
+            f"{rehearsal.num_microbatches} microbatches on {engine_name(rehearsal)} ({versions})"
         )
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

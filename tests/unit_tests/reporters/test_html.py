@@ -114,5 +114,12 @@ def test_a_whole_page_in_light_and_dark() -> None:
     assert "color-scheme: light dark" in text
 
 
+def test_the_engine_is_named() -> None:
+    real = rehearsal(versions={"torch": "2.11.0", "transformer-engine": "2.20.2"})
+    for result, engine in ((rehearsal(), "the reference engine"), (real, "Transformer Engine")):
+        words = " ".join(render_rehearsal(result).split())
+        assert f"2 steps of 2 microbatches on {engine}" in words
+
+
 def test_the_same_bytes_twice() -> None:
     assert render_rehearsal(rehearsal(run(*LOST))) == render_rehearsal(rehearsal(run(*LOST)))
